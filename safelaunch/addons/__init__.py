@@ -1,8 +1,8 @@
 """Connects the core and its add-ons.
 
-An add-on is a directory of this package. It can import the core. The core imports only this module, which loads an
-add-on by name when a command, bundle or job needs it. Without an add-on's directory, its commands disappear and
-everything else works. The tables are closed: an installed package can't change what ``safelaunch WORD`` means.
+An add-on is a directory of this package. It can import the core, but the core imports only this module, which loads an
+add-on by name when a command, bundle or job needs it. If an add-on's directory is missing, only its commands are
+missing. Installed packages can't add entries to the tables here, so they can't change what ``safelaunch WORD`` means.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def has_command(name: str) -> bool:
 
 
 def with_commands(core: Mapping[str, str]) -> dict[str, str]:
-    """Returns the help lines of the subcommands of the core and present add-ons."""
+    """Returns the help line of each subcommand of the core and of the installed add-ons."""
     lines = dict(core)
     for name, (_, line, previous) in COMMANDS.items():
         if has_command(name):
@@ -73,7 +73,7 @@ def command(name: str) -> Command:
 
 
 def public(name: str) -> Any:
-    """Returns ``safelaunch.NAME``. Raises AttributeError if its add-on is missing."""
+    """Returns the object ``safelaunch.NAME``. Raises AttributeError if the add-on that defines it is missing."""
     module = PUBLIC[name]
     addon = module.partition(".")[0]
     if not is_present(addon):
@@ -105,6 +105,6 @@ def monitors(job: MonitoredJob) -> list[Monitor]:
 
 
 def probe_values(settings: Settings) -> dict[str, Mapping[str, str]]:
-    """Returns, by add-on, the environment variables of its probe (see ``protocols.Probe``)."""
+    """Returns the environment variables that each add-on's probe needs, by add-on (see ``protocols.Probe``)."""
     values = {addon: values_of(settings) for addon, values_of in _hooks_by_addon("probe_values").items()}
     return {addon: variables for addon, variables in values.items() if variables}

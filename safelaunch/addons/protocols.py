@@ -1,6 +1,6 @@
-"""Defines the protocols by which the core uses add-ons. The core never asks for an add-on's name.
+"""Defines the protocols through which the core uses add-ons without knowing which add-on it uses.
 
-The sweep defines one more, for schedulers: ``addons.sweep.engine.Scheduler``.
+The protocol for schedulers is part of the sweep: ``addons.sweep.engine.Scheduler``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Part = TypeVar("Part")
 
 
 class Command(Protocol):
-    """A subcommand: the module ``command`` of an add-on listed in ``COMMANDS``."""
+    """A subcommand, implemented by the module ``command`` of an add-on that is listed in ``COMMANDS``."""
 
     def parser(self) -> Parser: ...
 
@@ -33,13 +33,13 @@ class Reader(Protocol):
     """Reads evidence for ``safelaunch diagnose PATH`` from files other than bundles, run directories and dumps."""
 
     def claims(self, path: Path) -> bool:
-        """Returns whether it reads this file. Raises OSError."""
+        """Returns whether this reader reads the file. Raises OSError."""
 
     def bounds(self, paths: Sequence[Path]) -> ReadLimits:
-        """Returns the limits for the child process in which ``read`` reads these files."""
+        """Returns the limits of the child process in which ``read`` will read these files."""
 
     def read(self, paths: Sequence[Path]) -> EvidenceSource:
-        """Reads files of one job, all of which it claims. Raises Unreadable."""
+        """Reads the files of one job; ``claims`` must be true for each. Raises Unreadable."""
 
     def read_folder(self, folder: Path, dumps: EvidenceSource | None) -> EvidenceSource | None:
         """Adds the evidence in the folder's files to the folder's ``dumps``; None if both are absent."""
@@ -48,9 +48,9 @@ class Reader(Protocol):
 class Monitor(Protocol):
     """Watches a running job for problems other than stalls.
 
-    The hook ``monitors`` makes monitors of a ``MonitoredJob`` (see ``supervise.monitors``), with which they request a
-    bundle, end the job, and exchange values with other nodes. A monitor adds wrong results to ``watch.wrong_results``,
-    from which later bundles, verdicts and ``safelaunch status`` read them.
+    An add-on's hook ``monitors`` creates its monitors. They get a ``MonitoredJob`` (see ``supervise.monitors``),
+    through which they request a bundle, end the job, and exchange values with other nodes. A monitor adds wrong results
+    to ``watch.wrong_results``, from which later bundles, verdicts and ``safelaunch status`` read them.
     """
 
     name: str  # used in messages, with its article
@@ -59,14 +59,14 @@ class Monitor(Protocol):
         """Runs in the supervisor's loop, several times a second. Must not block. An exception ends the monitor."""
 
     def finish(self, *, succeeded: bool) -> None:
-        """Runs once the job has ended. ``succeeded`` means that it ended by itself, with exit code 0."""
+        """Runs once the job has ended. ``succeeded`` is True if it ended by itself with exit code 0."""
 
 
 class Probe(Protocol):
     """Runs inside each rank: the module ``probe`` of an add-on whose hook ``probe_values`` returns variables.
 
-    It can import only the standard library, its own modules and the beacon's (``from ...beacon import marks``); see
-    ``beacon.addon_probes``. It must not raise into the script, print, or wait.
+    It can import only the standard library, its add-on's own modules, and the beacon's (``from ...beacon import
+    marks``); see ``beacon.addon_probes``. It must not raise exceptions into the script, print, or wait.
     """
 
     VARIABLE: str  # environment variable with the value for ``install``
@@ -97,7 +97,7 @@ class Service(Protocol[Ask, Part]):
         """Raises msgspec.ValidationError if another node's part can't be used."""
 
     def merged(self, ask: Ask, parts: Sequence[Part], notes: Sequence[str]) -> Part:
-        """Returns the answer for the client. ``notes`` say why other nodes' parts are missing."""
+        """Merges the parts into the answer for the client. ``notes`` say why parts of other nodes are missing."""
 
     def bounded(self, part: Part, fits: Callable[[Part], bool]) -> Part:
-        """Returns as much of the part as ``fits`` accepts."""
+        """Returns as much of the part as ``fits`` accepts, because the size of a message is limited."""

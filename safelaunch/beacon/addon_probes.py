@@ -1,8 +1,8 @@
-"""Loads the probes of add-ons: their code that runs inside a rank (see ``addons.protocols.Probe``).
+"""Loads the probes of add-ons, which are the code that runs inside a rank (see ``addons.protocols.Probe``).
 
 Module ``addons/NAME/probe.py`` is loaded by its path, as ``_safelaunch_beacon.addons.NAME.probe``, because this
-interpreter might not have safelaunch. Its packages run no code, so nothing else of the add-on runs here, and ``from
-...beacon import marks`` imports this rank's beacon.
+interpreter might not have safelaunch. The ``__init__`` files above it aren't run, so nothing else of the add-on runs
+here, and ``from ...beacon import marks`` imports this rank's beacon.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _supervisor = 0
 
 
 class Stopped(Exception):
-    """Ends a launch because the supervisor ends its hung job. See ``attach``."""
+    """Raised to end a launch because the supervisor is ending its hung job. See ``attach``."""
 
 
 @log.guarded
@@ -43,7 +43,7 @@ def start(run_dir: str, role: str) -> None:
 
 @log.guarded
 def start_with_first_workers(module: Any) -> None:
-    """Starts the beacon when this process first starts torch's workers: a launcher under ``safelaunch exec``."""
+    """Starts the beacon in a launcher under ``safelaunch exec``, when the process first starts torch workers."""
     context = module.PContext
     original = context.start
 
@@ -73,13 +73,13 @@ def _create_page(supervisor: int = 0) -> None:
 def attach(
     module: Any, run_dir: str, supervisor: int, asks_to_stop: Callable[[], bool], stopping: Callable[[], object]
 ) -> Callable[[], None]:
-    """Reports the workers that this process starts itself, under ``safelaunch.launch``.
+    """Reports the workers that this process itself starts under ``safelaunch.launch``.
 
     Args:
         module: torch's module with ``PContext``.
         supervisor: Pid of the supervisor.
         asks_to_stop: If it returns true, the next check of the workers raises ``Stopped``.
-        stopping: Called before a signal or an interrupt that ends the launch ends the workers.
+        stopping: Called if a signal or an interrupt ends the launch, before the workers are ended.
 
     Returns:
         A function that ends the reporting.
@@ -114,8 +114,8 @@ def attach(
 def _report_own_end() -> None:
     """Makes the agent report the exception that ends it.
 
-    If the supervisor ends a hung job by SIGTERM, no traceback is printed: it explains nothing and pushes the verdict
-    off the screen.
+    If the supervisor ends a hung job with SIGTERM, no traceback is printed, because it would explain nothing and push
+    the verdict off the screen.
     """
     original = sys.excepthook
 

@@ -1,9 +1,9 @@
 """Records the exceptions that the script catches. A rank that continues after one might have skipped a collective.
 
-``sys.monitoring`` of Python 3.12+ slows down only the catching itself. Older versions have no cheap way, so nothing is
-recorded. An exception counts only if the user's own code catches it on the main thread. A shared file holds the newest
-ones, so that the supervisor can read them while the rank is stuck. It consists of fixed-size slots of text, each
-written in one operation.
+In Python 3.12+, ``sys.monitoring`` slows down only the catching itself. Older versions have no cheap way to do this, so
+nothing is recorded there. An exception counts only if the user's own code catches it on the main thread. The newest
+exceptions are in a shared file, so that the supervisor can read them while the rank is stuck. The file consists of
+fixed-size text slots, each written in one operation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _libraries: tuple[str, ...] = ()
 
 
 def install(path: str) -> None:
-    """Starts recording to the file ``path``, except before Python 3.12, or if other tools hold both tool ids."""
+    """Starts recording to file ``path``. Does nothing before Python 3.12, or if other tools hold both tool ids."""
     global _slots, _tool, _main, _libraries
     free = [number for number in _TOOL_IDS if _monitoring and _monitoring.get_tool(number) is None]
     if not free:
@@ -58,7 +58,7 @@ def install(path: str) -> None:
 
 
 def detach() -> None:
-    """Stops recording: in a forked child, which is not the rank, or after too many exceptions."""
+    """Stops recording, either in a forked child, which isn't the rank, or after too many exceptions."""
     global _slots, _tool, _latest
     if _tool >= 0:
         _monitoring.set_events(_tool, 0)
@@ -67,7 +67,7 @@ def detach() -> None:
 
 
 def _handled(code: CodeType, offset: int, exception: BaseException) -> None:
-    """Handles the entry of an ``except``, or of a ``finally`` or ``with`` that reraises."""
+    """Records an exception on entry to an ``except``, or to a ``finally`` or ``with`` that reraises it."""
     file = code.co_filename
     users = _is_users.get(file)
     if users is None:

@@ -21,7 +21,7 @@ def note(base: str) -> None:
 
 
 def _batch() -> int | None:
-    """Returns the batch size of the DataLoaders in use that have yielded a batch; None if they differ."""
+    """Returns the batch size of DataLoaders that have yielded a batch and are in use; None if their sizes differ."""
     module = sys.modules.get("torch.utils.data.dataloader")
     kinds = {getattr(module, name, None) for name in _LOADERS} - {None}
     iterators: list[Any] = [thing for thing in gc.get_objects() if type(thing) in kinds] if kinds else []

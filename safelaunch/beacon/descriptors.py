@@ -1,10 +1,10 @@
 """Holds the job's GPU leases, and protects descriptors from scripts that close all of them, as daemons do.
 
-Each rank locks the leases, so that the GPUs stay leased while any rank lives, even without a supervisor. Its forked
-children (DataLoader workers) also hold GPU memory, and share the lock; programs that it executes don't.
+Each rank locks the leases, so that the GPUs stay leased while any rank is alive, even without a supervisor. The rank's
+forked children (DataLoader workers) share the lock, because they also hold GPU memory; programs that it executes don't.
 
-The worker server's C++ threads use its socket by number. If the script closed it, a connection of the script could get
-the same number: both would read from it, and the process would abort at exit.
+The worker server's C++ threads refer to their socket by descriptor number. If the script closed the socket, another
+connection could get that number. Then both would read from it, and the process would abort at exit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def protect_new_sockets(make: Callable[[], T]) -> T:
 
 
 def hold(paths: str) -> None:
-    """Locks a byte of each file in ``paths`` (joined by ``os.pathsep``) until this process ends, as far as possible."""
+    """Locks a byte of each file in ``paths`` (joined by ``os.pathsep``) until this process ends.
+
+    Skips files if that fails.
+    """
     for path in filter(None, paths.split(os.pathsep)):
         fd = _locked(path)
         if fd >= 0:
@@ -53,7 +56,7 @@ def _install() -> None:
 
 
 def detach() -> None:
-    """Removes the protection in a forked child, which can close anything: the server belongs to its parent."""
+    """Removes the protection in a forked child, which can close all descriptors: the server belongs to its parent."""
     _protected.clear()
     if os.close is _close:
         os.close = _real_close
@@ -76,7 +79,7 @@ def _sockets() -> dict[int, int]:
 def _is_protected(descriptor: object) -> bool:
     """Returns whether the descriptor is still the protected file.
 
-    C code can have closed the file, and the script reused its number.
+    C code might have closed the file, and the script might have reused its number.
     """
     if not isinstance(descriptor, int) or os.getpid() != _owner:
         return False
@@ -105,7 +108,7 @@ def _closerange(fd_low: int, fd_high: int, /) -> None:
 def _locked(path: str) -> int:
     """Opens ``path`` and locks a random byte of it. Returns the descriptor that holds the lock, or -1.
 
-    The exclusive lock of the open file description needs write permission (see ``leases.lease``). Each rank locks a
+    An exclusive lock on the open file description needs write permission (see ``leases.lease``). Each rank locks a
     different byte, so that all can hold the file.
     """
     import fcntl

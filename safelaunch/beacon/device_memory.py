@@ -1,4 +1,4 @@
-"""Records how a GPU's memory is used when a rank runs out of it.
+"""Records how a GPU's memory is used at the moment when a rank runs out of it.
 
 Figures and the largest live blocks are always recorded. Under ``--preset oom-debug``, torch's allocator also keeps the
 stack of each allocation, and its snapshot is written for https://pytorch.org/memory_viz. The snapshot is taken where
@@ -32,7 +32,10 @@ _stale = False  # another allocation has failed since, without a record
 
 
 def install(base: str) -> None:
-    """Keeps the stacks of allocations once CUDA is up. ``base`` is the path of the rank's page."""
+    """Makes torch keep the stacks of allocations as soon as CUDA is initialized.
+
+    ``base`` is the path of the rank's page.
+    """
     global _base, _owner
     _base, _owner = base, os.getpid()
     imports.after_import("torch.cuda", log.guarded(_when_initialized))
@@ -66,7 +69,7 @@ def _allocation_failed(device: int, asked: int, total: int, free: int) -> None:
 
 
 def raised(base: str, value: BaseException) -> None:
-    """Records the allocator's exception that ends the rank, unless the failed allocation is recorded already."""
+    """Records the memory exception that ends the rank, unless the failed allocation has already been recorded."""
     if _stale or not _observed:
         _record(base, {"device": _device_in(str(value))})
 
@@ -106,7 +109,7 @@ def _statistics(stats: Mapping[str, int]) -> dict[str, object]:
 
 
 def _blocks(segments: Iterable[Mapping[str, Any]], device: object) -> dict[str, object]:
-    """Returns the largest live blocks, grouped by the allocating stack; without a history, by size."""
+    """Returns the largest live blocks, grouped by the allocating stack, or by size if no stacks were kept."""
     groups: dict[object, list[Any]] = {}
     largest, largest_free = 0, 0
     for segment in segments:
@@ -168,7 +171,7 @@ class _Bounded:
 
 
 def _parameters() -> dict[str, object]:
-    """Returns how much of partly sharded models each rank holds whole; empty for other models."""
+    """Returns the size of the parameters that each rank holds unsharded; empty if no model is partly sharded."""
     modules = wrappers.modules()
     # While FSDP2 has gathered a module, the whole parameters replace the sharded ones.
     fsdp2 = [

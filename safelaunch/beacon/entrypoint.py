@@ -1,7 +1,7 @@
 """Runs a rank's function under ``safelaunch.launch``, with the beacon around it.
 
-In a spawned worker, a new interpreter, ``sitecustomize`` has started the beacon. In a forked one, the beacon starts
-when the function is called, the only hook that torch's launcher offers for every start method.
+A spawned worker is a new interpreter, so ``sitecustomize`` has started the beacon. In a forked worker, the beacon
+starts when the function is called. This is the only hook that torch's launcher offers for every start method.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def module(name: str) -> Any:
 
 
 class WatchedFunction:
-    """Calls ``function`` in a rank, and records how it ends. Has the function's name, which torch shows.
+    """Calls ``function`` in a rank, and records how the call ends. Has the function's name, which torch shows.
 
-    ``env`` has the variables of this launch. A fork server from an earlier launch has the earlier ones.
+    ``env`` has the variables of this launch, because a fork server started for an earlier launch has that launch's.
     """
 
     def __init__(self, function: Callable[..., Any], env: Mapping[str, str]) -> None:

@@ -1,7 +1,8 @@
-"""Records how a rank ends: its stacks at a fatal signal, its first uncaught exception, the line that calls an exit.
+"""Records how a rank ends: its stacks at a fatal signal, its first uncaught exception, and the line that exits.
 
 ``sys.exit`` and ``os._exit`` leave no traceback, so both are wrapped: they first write the caller's stack to the run
-directory. A script can catch ``SystemExit``, so only the last call counts, and only if the process ended with its code.
+directory. A script can catch ``SystemExit``, so only the last call counts, and only if the process ended with the exit
+code of that call.
 """
 
 from __future__ import annotations
@@ -112,9 +113,9 @@ def raised(value: Exception) -> None:
 
 
 def _end_with(value: BaseException) -> None:
-    """Records the GPU's memory if the exception is about it, and waits for the supervisor.
+    """Records GPU memory if the exception is about it, and waits for the supervisor.
 
-    The supervisor samples the peers first, because they fail, too, once this rank closes its connections.
+    The supervisor samples this rank's peers first, because they will fail, too, once this rank closes its connections.
     """
     if os.getpid() != _owner:
         return

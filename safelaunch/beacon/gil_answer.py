@@ -30,7 +30,10 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def as_json() -> bytes:
-    """Returns the answer. No error must reach C++, and any answer is better than none."""
+    """Returns the answer as JSON.
+
+    Doesn't raise, because no error must reach C++, and any answer is better than none.
+    """
     try:
         import contextlib
         import json
@@ -59,7 +62,7 @@ def _world() -> Any:
 
 
 def _groups() -> tuple[dict[str, list[int]], int | None]:
-    """Returns each process group's global ranks by name, in group order; and how many groups this rank created."""
+    """Returns each process group's global ranks by name, in group order, and how many groups this rank created."""
     world = _world()
     if world is None:
         return {}, None
@@ -85,7 +88,7 @@ def _descriptions() -> dict[str, str]:
 def _stores() -> dict[str, str]:
     """Returns the address of each process group's rendezvous store.
 
-    Groups with the same name and ranks are different groups if their stores differ.
+    Two groups with the same name and ranks are different groups if their stores differ.
     """
     world = _world()
     addresses = {}
@@ -104,7 +107,7 @@ def _stores() -> dict[str, str]:
 
 
 def _handlers() -> list[int]:
-    """Returns the signals that the script handles: in Python, or in C instead of Python's or the beacon's handler."""
+    """Returns the signals that the script handles, in Python or by replacing a handler in C."""
     import signal
 
     present = {number: signal.getsignal(number) for number in signal.valid_signals()}
@@ -138,7 +141,10 @@ def _torch_directories() -> list[str]:
 
 
 def _foreign_backend() -> bool:
-    """Returns whether a process group has a backend that isn't torch's, so the end of its calls is unknown."""
+    """Returns whether a process group has a backend that isn't torch's.
+
+    The ends of such a backend's calls are unknown.
+    """
     world = _world()
     own = sys.modules.get("torch._C._distributed_c10d")
     for group in list(world.pg_names) if world is not None else ():
@@ -149,9 +155,10 @@ def _foreign_backend() -> bool:
 
 
 def _handled_exceptions() -> list[dict[str, object]]:
-    """Returns the exception that each thread is handling, in an ``except`` or a ``finally``, without running its code.
+    """Returns the exception that each thread is handling in an ``except`` or ``finally``.
 
-    In ``sys.excepthook`` or an exit handler, the main thread handles the exception that ended its script.
+    Doesn't run the exception's code. In ``sys.excepthook`` or an exit handler, the main thread is handling the
+    exception that ended its script.
     """
     current: Any = getattr(sys, "_current_exceptions", dict)()
     main = threading.main_thread().ident
@@ -186,10 +193,10 @@ def _frames(traceback: Any) -> list[dict[str, object]]:
 
 
 def _posted() -> list[dict[str, object]]:
-    """Returns the sends and receives (``P2POp``) of each thread's current batch, from its innermost function with some.
+    """Returns each thread's current batch of sends and receives (``P2POp``), from its innermost function that has any.
 
-    If a variable shows that the thread waits for a send, receives are left out, and vice versa. gloo records neither,
-    and a rank that waits for one has no c10d frame on its stack.
+    If a variable shows that the thread is waiting for a send, receives are left out, and vice versa. gloo doesn't
+    record sends or receives, and a rank that waits for one has no c10d frame on its stack.
     """
     kind: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "P2POp", None)
     posted: list[dict[str, object]] = []
@@ -205,7 +212,7 @@ def _sends(op: Any) -> bool:
 
 
 def _ops_of(frame: Any, kind: type) -> list[Any]:
-    """Returns the operations in a function's variables if the function names ``P2POp`` or ``batch_isend_irecv``."""
+    """Returns the ``P2POp`` in a function's variables if its code refers to ``P2POp`` or ``batch_isend_irecv``."""
     if not {"P2POp", "batch_isend_irecv"}.intersection(frame.f_code.co_names):
         return []
 
@@ -220,7 +227,10 @@ def _ops_of(frame: Any, kind: type) -> list[Any]:
 
 
 def _waited_for(variables: Any, ops: list[Any]) -> list[Any]:
-    """Returns the operations with the direction of the awaited work (``for work in works: work.wait()``)."""
+    """Returns the operations in the direction (send or receive) of the work that the loop waits for.
+
+    Such a loop is ``for work in works: work.wait()``. Returns all operations if the direction is unknown.
+    """
     kind: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "Work", None)
     works = [value for value in list(variables.values()) if kind is not None and type(value) is kind]
     if len(works) != 1 or works[0].is_completed():
@@ -234,7 +244,7 @@ def _waited_for(variables: Any, ops: list[Any]) -> list[Any]:
 
 
 def _batches() -> dict[str, int]:
-    """Returns the batch size of each DataLoader by variable, in the script and in functions that create one."""
+    """Returns each DataLoader's batch size by variable name, in the script and in functions that create DataLoaders."""
     kind: Any = getattr(sys.modules.get("torch.utils.data.dataloader"), "DataLoader", None)
     script = sys.modules.get("__main__")
     if kind is None or script is None:

@@ -1,7 +1,7 @@
-"""Calls a function once after a named module was imported, and offers ``import safelaunch``.
+"""Calls a function once after a named module has been imported, and offers ``import safelaunch``.
 
-A process that never imports the module pays one dictionary lookup per import. The hook restores the module's loader
-before the module runs, so that ``inspect`` and ``linecache`` see the real one.
+A process that never imports the module only pays for one dictionary lookup per import. The hook restores the module's
+loader before the module runs, so that ``inspect`` and ``linecache`` see the original loader.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _finder = _Finder()
 
 
 def after_import(name: str, callback: Callback) -> None:
-    """Calls ``callback(module)`` after the import of ``name``, or now if it is imported. It must not raise."""
+    """Calls ``callback(module)`` after the import of ``name``, or now if it is already imported. It must not raise."""
     module = sys.modules.get(name)
     if module is not None:
         callback(module)

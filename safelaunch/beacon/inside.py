@@ -1,6 +1,6 @@
-"""Reports a rank's stacks from inside, for nodes that refuse py-spy.
+"""Reports a rank's stacks from inside the process, for nodes that don't permit py-spy.
 
-Nothing here runs until the supervisor asks. The answer goes to a unix socket next to the rank's page: JSON in the form
+Nothing here runs until the supervisor asks. The answer goes to a Unix socket next to the rank's page: JSON in the form
 of ``py-spy dump --json``, facts about each thread that the kernel shows only to the process itself, and a descriptor of
 the process's memory.
 """
@@ -59,7 +59,7 @@ def _answer(path: str) -> None:
 
 @log.guarded
 def listen(base: str, words: memoryview) -> None:
-    """Starts a thread that answers on a separate socket, if torch's worker server takes no handlers."""
+    """Starts a thread that answers on a separate socket, because torch's worker server accepts no handlers."""
     listener = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     listener.bind(base + layout.STACKS_SUFFIX)
     os.chmod(base + layout.STACKS_SUFFIX, 0o600)
@@ -103,7 +103,7 @@ class _Closing:
 
 
 def send(connection: Any) -> None:
-    """Sends a descriptor of this process's memory with the first byte, then the answer until the end of the stream."""
+    """Sends a descriptor of this process's memory with the first byte, then the answer up to the end of the stream."""
     data = b"\n" + page.as_json(snapshot()).encode("utf-8", "replace")
     try:
         memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
@@ -122,7 +122,10 @@ def send(connection: Any) -> None:
 
 
 def snapshot() -> dict[str, object]:
-    """Returns the answer. Stacks come first, because they show the same moment only while this thread has the GIL."""
+    """Returns the answer.
+
+    Stacks are read first, because they all show the same moment only while this thread keeps the GIL.
+    """
     threads = _stacks()
     roles = log.guarded(_roles)() or {}
     return {"threads": threads, "calls": _task_files("syscall"), "waits": _task_files("wchan"), "roles": roles}
@@ -169,8 +172,8 @@ def _tells(code: CodeType, *, innermost: bool) -> bool:
 def _variables(frame: FrameType) -> list[dict[str, object]]:
     """Returns the function's variables that are numbers or strings.
 
-    Before Python 3.13, reading them leaves a copy of all variables behind, which is cleared afterwards. Functions that
-    might use this copy, through ``locals()`` or a debugger, are left alone.
+    Before Python 3.13, reading variables creates a copy of all of them, which is cleared afterwards. Functions that
+    might use this copy, through ``locals()`` or a debugger, are skipped.
     """
     code = frame.f_code
     if not code.co_flags & OPTIMIZED or frame.f_trace is not None:
@@ -206,7 +209,7 @@ def _task_files(name: str) -> dict[str, str]:
 
 
 def _roles() -> dict[str, str]:
-    """Returns, by pid, the workers of the DataLoaders in which threads of this process wait."""
+    """Returns pid → role for the workers of each DataLoader that a thread of this process is waiting in."""
     roles: dict[str, str] = {}
     for innermost in list(sys._current_frames().values()):
         for frame in upwards(innermost):

@@ -58,7 +58,7 @@ STARTED, TORCH, EXCEPTION, EXITED = range(4)
 
 
 def numbers_in(env: Mapping[str, str], names: tuple[str, str, str]) -> tuple[int, int, int] | None:
-    """Returns rank, world size and local rank (-1: unknown) from these variables; None if they aren't set."""
+    """Returns rank, world size and local rank (-1 if unknown) from these variables; None if they aren't set."""
     number, size, local = (env.get(name, "") for name in names)
     if number.isdigit() and size.isdigit() and int(number) < int(size):
         return int(number), int(size), int(local) if local.isdigit() else -1

@@ -1,8 +1,8 @@
 """Detects the death of the processes that would end this job, through two named pipes in the run directory.
 
 Nothing is written to the pipes. A reader of ``life`` gets end-of-file if the supervisor has died. A reader of
-``keepers`` gets it if no keeper is left: no supervisor, no guardian, and no process in ``watch``. After a normal end,
-the run directory is gone and nothing is done.
+``keepers`` gets end-of-file if no keeper is left: no supervisor, no guardian, and no process in ``watch``. After a
+normal end of the job, the run directory is gone, and the reader does nothing.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ GUARDIAN_ENDS_S = 20.0  # a live guardian takes at most SIGTERM, 5 s, SIGKILL, 5
 
 @log.guarded
 def watch(run_dir: str, role: str) -> None:
-    """Starts a thread that starts another guardian once both supervisor and guardian are dead.
-
-    The thread waits in ``read`` without the GIL. ``role`` is ``layout.AGENT_ROLE`` for the parent of all ranks.
-    """
+    """Starts a thread that starts a new guardian once both the supervisor and the guardian are dead."""
     import _thread
     import atexit
 
@@ -43,7 +40,8 @@ def watch(run_dir: str, role: str) -> None:
 def end_with_keepers(run_dir: str) -> None:
     """Makes the kernel kill this process once no keeper of the job is left, even if a thread never releases the GIL.
 
-    Only for a process that the job waits for: another one could outlive a normal end and be killed then, too.
+    Only for a process that the job waits for: any other process could outlive the job's normal end, and would then be
+    killed, too.
     """
     import fcntl
 
@@ -104,7 +102,7 @@ def _recorded_members(run_dir: str, what: str) -> list[str]:
 
 
 def _lives(pid: str, start_ticks: str) -> bool:
-    """Returns whether that process is alive. A killed one can take a moment to end, but does nothing more."""
+    """Returns whether that process is alive. A killed process counts as dead, because it can take a moment to end."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -131,10 +129,7 @@ def _start_guardian(run_dir: str, role: str) -> None:
 
 
 def _end_without(run_dir: str) -> None:
-    """Ends the job without a guardian, by its control group, which includes this process.
-
-    If that fails, sends SIGTERM to this process, so that torchrun ends its ranks.
-    """
+    """Ends the job without a guardian, through its control group, which includes this process."""
     for group in _recorded_members(run_dir, "group"):
         try:
             with open(os.path.join(group, "cgroup.kill"), "w") as file:

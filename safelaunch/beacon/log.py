@@ -34,7 +34,7 @@ def fault(where: str) -> None:
 
 
 def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Decorator that logs an exception of ``function``, which is safelaunch's fault, and keeps it from the script."""
+    """Logs exceptions of the decorated function and keeps them from the script, because they are safelaunch's fault."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
         try:
@@ -57,7 +57,7 @@ def absolute(path: str) -> str:
 def without_our_frames(error: BaseException) -> None:
     """Removes safelaunch's frames from the tracebacks of an exception that is about to be printed.
 
-    They are there because safelaunch wraps the function that raised. If safelaunch itself raised, they stay.
+    The frames are there because safelaunch wraps the function that raised. If safelaunch itself raised, they stay.
     """
     link: BaseException | None = error
     for _ in range(16):

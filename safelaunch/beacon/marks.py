@@ -1,4 +1,4 @@
-"""Marks steps, phases and states by plain stores to the progress page, without a system call."""
+"""Marks steps, phases and states with plain stores to the progress page, without system calls."""
 
 from __future__ import annotations
 
@@ -36,14 +36,17 @@ def use(buffer: bytearray | mmap.mmap, words: memoryview) -> None:
 
 
 def detach() -> None:
-    """Discards all further marks, in a forked child: the page belongs to its parent."""
+    """Discards all further marks in a forked child, because the page belongs to its parent."""
     global at_first_step
     at_first_step = _nothing
     use(bytearray(layout.SIZE), memoryview(bytearray(layout.SIZE)).cast("Q"))
 
 
 def optimizer_stepped(optimizer: object, args: object, kwargs: object) -> None:
-    """Counts a step of one optimizer, as torch's post hook. A GAN's two optimizers must not look twice as fast."""
+    """Counts a step of one optimizer; installed as torch's post hook.
+
+    Each optimizer is counted separately, so that a GAN with two optimizers doesn't look twice as fast.
+    """
     slot = _slots.get(id(optimizer))
     if slot is None:
         slot = _new_slot(optimizer)
@@ -56,7 +59,10 @@ def optimizer_stepped(optimizer: object, args: object, kwargs: object) -> None:
 
 
 def _new_slot(optimizer: object) -> int:
-    """Returns the word that counts this optimizer. Optimizers past the last word share one that isn't read."""
+    """Returns the index of this optimizer's counter.
+
+    When the counters run out, the remaining optimizers share a spare one that is never read.
+    """
     number = len(_slots)
     if not number:
         _begin()
@@ -92,13 +98,13 @@ def user_stepped(loss: object = None) -> None:
 
 
 def set_state(state: int) -> None:
-    """Sets one of ``layout.STARTED`` ... ``layout.EXITED``, unless a later state is set."""
+    """Sets the rank's state, from ``layout.STARTED`` to ``layout.EXITED``, unless a later state is already set."""
     if state > _words[layout.STATE]:
         _words[layout.STATE] = state
 
 
 def renumber(rank: int, world_size: int) -> None:
-    """Sets rank and world size once torch.distributed has them, if the environment gave no rank."""
+    """Sets rank and world size from torch.distributed, once known, if the environment gave no rank."""
     _words[layout.RANK], _words[layout.LOCAL_RANK], _words[layout.WORLD_SIZE] = rank, rank, world_size
 
 
@@ -107,7 +113,7 @@ def set_launcher() -> None:
 
 
 def set_returned() -> None:
-    """Marks that this rank's function has returned, so its process only waits to hand over the result."""
+    """Marks that this rank's function has returned, so its process is only waiting to hand over the result."""
     _words[layout.RETURNED_NS] = monotonic_ns()
 
 
@@ -118,7 +124,8 @@ def set_server_up() -> None:
 def enter_phase(name: str, timeout_s: float) -> Phase:
     """Implements ``safelaunch.phase()``. Returns the previous phase, for ``leave_phase``.
 
-    With a ``timeout_s`` of 0, the surrounding phase's time continues; without one, the watchdog's threshold applies.
+    If ``timeout_s`` is 0, the surrounding phase's timeout keeps running; if there is no surrounding phase, the
+    watchdog's threshold applies.
     """
     before, limit_s = get_phase(), min(timeout_s, LONGEST_S)
     if limit_s or not before[1]:
@@ -129,7 +136,7 @@ def enter_phase(name: str, timeout_s: float) -> Phase:
 
 
 def leave_phase(before: Phase) -> None:
-    """Restores the surrounding phase. A pause since then counts as its beginning."""
+    """Restores the surrounding phase. If the watch was paused since then, the phase's time starts at the pause."""
     name, timeout_s, since_ns = before
     _set_phase(name, timeout_s, max(since_ns, _words[layout.RESUMED_NS]))
 
@@ -145,7 +152,7 @@ def _set_phase(name: str, timeout_s: float, since_ns: int) -> None:
 
 
 def get_phase() -> Phase:
-    """Returns ``(name, timeout_s, since_ns)`` of the current phase; without one, no name and no timeout."""
+    """Returns ``(name, timeout_s, since_ns)`` of the current phase; outside a phase, no name and no timeout."""
     length = _words[layout.PHASE_LENGTH]
     text = bytes(_bytes[layout.PHASE_OFFSET : layout.PHASE_OFFSET + length])
     return text.decode("utf-8", "replace"), _words[layout.PHASE_TIMEOUT_NS] / 1e9, _words[layout.PHASE_SINCE_NS]
@@ -154,7 +161,7 @@ def get_phase() -> Phase:
 def pause(delta: int) -> None:
     """Implements ``safelaunch.pause()``: +1 pauses the watch of this rank, -1 resumes it.
 
-    Both count as progress, and restart the current phase's time.
+    Both calls count as progress, and restart the current phase's time.
     """
     _words[layout.RESUMED_NS] = _words[layout.PHASE_SINCE_NS] = _words[layout.MARKED_NS] = monotonic_ns()
     _words[layout.PAUSED] = min(max(0, _words[layout.PAUSED] + delta), 1 << 32)

@@ -1,4 +1,4 @@
-"""Keeps a rank's latest output, with times, in a ring buffer: a shared file that outlives the rank.
+"""Keeps a rank's latest output, with timestamps, in a ring buffer: a shared file that outlives the rank.
 
 Python's writes to stdout and stderr are copied there without changing how the streams behave: a ``FileIO`` subclass on
 the same descriptor replaces the raw layer under ``sys.stdout``, and the text layer is rebuilt with the same encoding,
@@ -33,7 +33,10 @@ STDOUT, STDERR = 1, 2
 
 
 class Ring:
-    """Writes a ring file. ``append`` never blocks, and never fails on a full disk: the file is allocated first."""
+    """Writes a ring file.
+
+    ``append`` never blocks, and doesn't fail on a full disk, because the file was allocated first.
+    """
 
     def __init__(self, path: str, capacity: int = CAPACITY) -> None:
         self._map = page.mapped(path, HEADER.size + capacity)
@@ -87,8 +90,8 @@ def _read_wrapped(buffer: bytes | mmap.mmap, capacity: int, at: int, size: int) 
 def read(path: str | os.PathLike[str]) -> list[tuple[int, int, bytes]]:
     """Returns the records of the ring at ``path``, oldest first: ``[(time_ns, stream, data)]``.
 
-    ``stream`` is STDOUT or STDERR. The rank can write at the same time, so reading stops at the first invalid record.
-    Raises OSError if the file can't be read, ValueError if it isn't a ring.
+    ``stream`` is STDOUT or STDERR. The rank might be writing at the same time, so reading stops at the first invalid
+    record. Raises OSError if the file can't be read, ValueError if it isn't a ring.
     """
     with open(path, "rb") as file:
         content = file.read(HEADER.size + 16 * CAPACITY)

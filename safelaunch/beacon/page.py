@@ -1,6 +1,6 @@
 """Writes the files that a process of the job shares with the supervisor: its progress page, mapped files and notes.
 
-A mapped file is allocated first, because a store to a hole in a full tmpfs would kill the rank by SIGBUS.
+A mapped file is allocated first, because a store to a hole in a file on a full tmpfs would kill the rank with SIGBUS.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def private(path: str, flags: int) -> int:
 
 
 def note(path: str, value: Any) -> None:
-    """Writes a file that appears whole or not at all. Any value except bytes becomes JSON."""
+    """Writes a file atomically. Any value except bytes is converted to JSON."""
     with open(path + layout.PARTIAL, "wb", opener=private) as out:
         out.write(value if isinstance(value, bytes) else as_json(value).encode())
     os.rename(path + layout.PARTIAL, path)
 
 
 def append(path: str, data: bytes) -> None:
-    """Appends in one operation, so that other processes' appends don't mix with it."""
+    """Appends ``data`` in one operation, so that other processes' data doesn't get mixed into it."""
     fd = private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         os.write(fd, data)
@@ -37,7 +37,7 @@ def append(path: str, data: bytes) -> None:
 
 
 def as_json(value: Any) -> str:
-    """Returns JSON without the json module, which is slow to import and which the script can shadow."""
+    """Converts to JSON without the json module, because that is slow to import and the script can shadow it."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{_quoted(str(key))}:{as_json(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
@@ -55,7 +55,7 @@ def _quoted(text: str) -> str:
 
 
 def out_of_the_way(descriptor: int) -> int:
-    """Moves the descriptor to a high number, because scripts close and reopen low ones. Returns the new number."""
+    """Moves the descriptor to a high number, because scripts close and reopen low numbers. Returns the new number."""
     import fcntl
 
     try:
@@ -67,7 +67,7 @@ def out_of_the_way(descriptor: int) -> int:
 
 
 def mapped(path: str, size: int, how: int = os.O_CREAT | os.O_EXCL) -> mmap.mmap:
-    """Returns a new mapped file of ``size`` bytes. Raises OSError, also if it exists."""
+    """Returns a new mapped file of ``size`` bytes. Raises OSError, for example if the file exists."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | how, 0o600)
     try:
         os.posix_fallocate(fd, 0, size)
@@ -85,8 +85,8 @@ def start_ticks(pid: int | str = "self") -> int:
 def create(path: str) -> tuple[mmap.mmap, memoryview]:
     """Creates and maps a page of ``layout.WORDS`` words at ``path``. Returns ``(mmap, view of 64-bit words)``.
 
-    If the page exists, this process claimed it before ``exec``. It is cleared in place, because the supervisor might
-    have mapped it, and the old program's files are removed.
+    If the page exists, this process claimed it before it called ``exec``. Then the page is cleared in place, because
+    the supervisor might have mapped it, and the old program's files are removed.
     """
     try:
         memory = mapped(path, layout.SIZE)
@@ -109,20 +109,20 @@ def _remove_companions(path: str) -> None:
 
 
 def keep(mapping: object) -> None:
-    """Keeps ``mapping`` alive until the interpreter ends, after the script's modules and files.
+    """Keeps ``mapping`` alive until the interpreter ends, so that it outlives the script's modules and files.
 
-    Before Python 3.13, a mapping closes its descriptor by number when it is freed. A script that closes foreign
-    descriptors, as daemons do, might have reused that number for a file.
+    Before Python 3.13, a mapping closes its descriptor by number when it is freed. A script that closes descriptors it
+    didn't open, as daemons do, might have reused that number for a file.
     """
     os.register_at_fork(after_in_child=lambda kept=mapping: None)
 
 
 def wait_for_answers(words: memoryview) -> bool:
-    """Waits at exit, at most ``LAST_ANSWER_S``, for the handlers that the supervisor called. Returns whether all ended.
+    """Waits at exit for the handlers that the supervisor called, at most ``LAST_ANSWER_S``. Returns whether all ended.
 
-    A thread that requests the GIL after the interpreter is gone aborts the process. No new question can arrive: the
-    supervisor announces a question before it checks that the rank isn't exiting. Sleeps measure the time, because on a
-    starved machine the handler waits for a core as long as this thread does.
+    If a thread requests the GIL after the interpreter is gone, the process aborts. No new request can arrive: the
+    supervisor announces a request before it checks that the rank isn't exiting. The time is measured by counting
+    sleeps, because on an overloaded machine the handler waits for a core as long as this thread does.
     """
     sleep(0.001)  # let both sides' stores arrive
     for _ in range(int(layout.LAST_ANSWER_S / 0.005)):
@@ -133,7 +133,7 @@ def wait_for_answers(words: memoryview) -> bool:
 
 
 def wait_for_ack(words: memoryview, supervisor_pid: int, hold_s: float = layout.HOLD_S) -> None:
-    """Waits until the supervisor has sampled the peers: at most ``hold_s``, and only while it is alive."""
+    """Waits until the supervisor has sampled this rank's peers: at most ``hold_s``, and only while it is alive."""
     deadline = monotonic_ns() + int(hold_s * 1e9)
     while not words[layout.ACK] and monotonic_ns() < deadline:
         try:

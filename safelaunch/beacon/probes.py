@@ -1,4 +1,4 @@
-"""Shows a distributed model from inside the script. Each probe returns a record, and prints a table once.
+"""Shows the state of a distributed model from inside the script. Each probe returns a record, and prints a table once.
 
 Rank 0 or the first rank of ``group`` prints. ``check_consistent``, ``memory`` and ``rank_print`` gather from all ranks
 of the group, so all must call them. Without ``torch.distributed``, this process is rank 0 of 1.
@@ -28,9 +28,9 @@ _FLAT = "flat shard"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Place of one parameter or buffer. Without ``placements``, each rank holds all of it.
+    """The placement of one parameter or buffer. If ``placements`` is empty, each rank holds all of it.
 
-    A sharded parameter with fewer rows than ranks can be whole on the first rank, and empty on the others.
+    If a sharded parameter has fewer rows than there are ranks, the first rank might hold all of it, and others nothing.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Sharded parameters, parameters that each rank holds whole, and their bytes on this rank."""
+    """The sharded parameters, the parameters that each rank holds unsharded, and their bytes on this rank."""
 
     sharded: tuple[str, ...]
     whole: tuple[str, ...]
@@ -63,7 +63,7 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """One rank's device memory in bytes; 0 without a GPU."""
+    """One rank's device memory in bytes; 0 if it has no GPU."""
 
     rank: int
     device: str
@@ -81,10 +81,10 @@ class Mesh:
 
 
 def check_consistent(subject: Any, group: Any = None) -> Consistency:
-    """Compares a tensor, a mapping of tensors or a module's parameters and buffers over a group, bit by bit.
+    """Compares a tensor, a mapping of tensors, or a module's parameters and buffers across a group, bit by bit.
 
-    DTensors are compared between ranks with the same shard. A tensor that only some ranks have counts as different.
-    Raises TypeError for other subjects.
+    DTensors are compared between ranks that have the same shard. A tensor that only some ranks have counts as
+    different. Raises TypeError for other subjects.
     """
     tensors = _tensors(subject)
     prints = {name: (_shard(tensor), _digest(tensor)) for name, tensor in tensors.items()}
@@ -112,7 +112,7 @@ def check_consistent(subject: Any, group: Any = None) -> Consistency:
 
 
 def placements(model: Any) -> tuple[Placement, ...]:
-    """Returns the places of ``model``'s parameters, then of its buffers."""
+    """Returns the placements of ``model``'s parameters, then of its buffers."""
     parameters = [place for place, _ in _parameters(model)]
     buffers = [_placement(name, buffer) for name, buffer in model.named_buffers()]
     head = ("name", "shape", "here", "dtype", "placements", "mesh", "FSDP unit", "mixed precision")
@@ -127,7 +127,7 @@ def placements(model: Any) -> tuple[Placement, ...]:
 
 
 def sharding(model: Any) -> Sharding:
-    """Returns which parameters of ``model`` are sharded, and which each rank holds whole."""
+    """Returns which parameters of ``model`` are sharded, and which each rank holds unsharded."""
     placed = _parameters(model)
     parts = [pair for pair in placed if pair[0].sharded]
     whole = [pair for pair in placed if not pair[0].sharded]
@@ -177,7 +177,7 @@ def mesh(device_mesh: Any) -> Mesh:
 
 
 def rank_print(*values: object, group: Any = None) -> tuple[str, ...]:
-    """Prints a line for each rank of ``group``, in order, once."""
+    """Gathers ``values`` from the ranks of ``group``, and prints one line for each rank, in rank order."""
     ranks, lines = _gather(" ".join(map(str, values)), group)
     _table("", ("rank", "output"), [(str(rank), line) for rank, line in zip(ranks, lines, strict=True)], ranks)
     return tuple(lines)
@@ -267,7 +267,7 @@ def _gather(value: Any, group: Any) -> tuple[Sequence[int], list[Any]]:
 
 
 def _exchange(value: Any, group: Any) -> list[Any]:
-    """Exchanges a literal between all ranks. Unlike ``dist.all_gather_object``, works without NumPy."""
+    """Exchanges a Python literal between all ranks. Unlike ``dist.all_gather_object``, works without NumPy."""
     import ctypes
     from ast import literal_eval
 

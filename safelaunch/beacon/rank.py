@@ -1,6 +1,6 @@
-"""Installs every hook of a rank before the user's script runs, and removes them after a fork.
+"""Installs all hooks of a rank before the user's script runs, and removes them after a fork.
 
-The beacon must not raise into the script, print, change an exit code, or keep the rank from ending.
+The beacon must not raise into the script, print, change an exit code, or prevent the rank from ending.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _on_request: list[Any] = []  # modules that only some jobs load; each has ``deta
 def start(run_dir: str, role: str) -> None:
     """Starts the beacon in this process.
 
-    ``role`` is ``rank``; ``spawned`` if the rank's number arrives later; ``unknown_role`` if the environment doesn't
-    show whether it is a rank, a launcher or neither.
+    ``role`` is ``rank``, ``spawned`` if the rank's number arrives later, or ``unknown_role`` if the environment doesn't
+    show whether the process is a rank, a launcher or neither.
     """
     log.run_dir = run_dir
     imports.offer_safelaunch()
@@ -59,7 +59,7 @@ def _claim_when_spawned(module: Any) -> None:
 def claim(run_dir: str, env: Mapping[str, str], kind: int = layout.EXPLICIT) -> None:
     """Makes this process the rank that ``env`` describes.
 
-    The page comes first. Each later step is guarded separately, so that a failure costs only this step.
+    The page is created first. Each later step is guarded separately, so that a failure affects only that step.
     """
     global _owner
     attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -199,9 +199,9 @@ def _claim_as_task() -> None:
 
 
 def task(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the rank's variables for the task that srun or mpirun started here; without one, rank 0 of 1.
+    """Returns the rank variables of this process if it is a task that srun or mpirun started, else rank 0 of 1.
 
-    If each task is a launcher (``srun --ntasks-per-node=1``), the ranks have their own variables.
+    If each task is a launcher (``srun --ntasks-per-node=1``), its ranks have their own variables.
     """
     numbers = (layout.numbers_in(env, names) for names in layout.TASKS)
     number, size, local = next(filter(None, numbers), (0, 1, 0))

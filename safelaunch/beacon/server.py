@@ -1,7 +1,7 @@
-"""Starts c10d's worker server, an HTTP server on a unix socket. Its C++ threads answer while Python hangs.
+"""Starts c10d's worker server, an HTTP server on a Unix socket. Its C++ threads respond even while Python hangs.
 
-The server starts before any process group exists. Its object is never destroyed, because destroying it in a forked
-child would shut down the parent's listener and abort the parent.
+The server starts before any process group exists. The server object is never destroyed, because destroying it in a
+forked child would shut down the parent's listener and abort the parent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GLOO = "gloo"  # has its own recorder, which torch also reads if no backend is 
 
 
 def start(base: str, words: memoryview) -> bool:
-    """Starts the server. Returns False if this torch has none. ``base`` is the path of the page ``words``."""
+    """Starts the server. Returns False if this torch has no such server. ``base`` is the path of the page ``words``."""
     path = base + layout.SERVER_SUFFIX
     try:
         from torch._C import _distributed_c10d as c10d
@@ -60,7 +60,7 @@ def start(base: str, words: memoryview) -> bool:
 
 
 def _counted(answer: Callable[[Any, Any], None], words: memoryview) -> Callable[[Any, Any], None]:
-    """Returns a handler that counts its calls as its last act, after which it doesn't need the GIL."""
+    """Returns a handler that counts its calls. Counting is its last action; after that, it no longer needs the GIL."""
 
     def handle(request: Any, response: Any) -> None:
         try:
@@ -85,7 +85,7 @@ def _answer_flight_record(request: Any, response: Any, **of_backend: str) -> Non
 
 
 def keep_flight_record(path: str) -> None:
-    """Writes the Flight Recorders of a rank that ends by itself: peers might wait for a call that it never makes."""
+    """Writes the Flight Recorders of a rank that exits, because peers might wait for a call that it never makes."""
     c10d: Any = sys.modules.get("torch._C._distributed_c10d")
     dumps = {recorder: getattr(c10d, f"_dump_{recorder}_trace", None) for recorder in layout.RECORDERS}
     dumps |= {
@@ -97,10 +97,10 @@ def keep_flight_record(path: str) -> None:
 
 
 def _follow_recorders(add: Callable[[str, Callable[[Any, Any], None]], None]) -> None:
-    """Adds a handler for each backend with its own recorder, from torch 2.15 on.
+    """From torch 2.15 on, adds a handler for each backend that has its own recorder.
 
-    The recorder has the name that the backend's object gives, which can differ from its registered name (``nccl`` makes
-    an ``nccl2``). torch has no list of recorders; the server lists its handlers even while Python hangs.
+    The recorder has the name that the backend's object reports, which can differ from its registered name (``nccl``
+    makes an ``nccl2``). torch has no list of recorders, but the server lists its handlers even while Python hangs.
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     attach = getattr(c10d, "_maybe_attach_flight_recorder", None)
@@ -126,10 +126,10 @@ def _follow_recorders(add: Callable[[str, Callable[[Any, Any], None]], None]) ->
 
 
 def _without_inductor(dump: Callable[[], bytes]) -> bytes:
-    """Calls ``dump`` while ``torch._inductor`` looks absent to this thread, unless it is imported already.
+    """Calls ``dump`` while ``torch._inductor`` looks absent to this thread, unless it has already been imported.
 
     To name the frames of compiled code, torch checks for ``torch._inductor``, which imports it. That loads 800 modules,
-    costs a second of CPU in every rank at once, and waits forever if the rank hangs in an import.
+    costs a second of CPU time in every rank at once, and waits forever if the rank hangs in an import.
     """
     torch = sys.modules["torch"]
     if "_inductor" in vars(torch):
@@ -144,7 +144,10 @@ def _without_inductor(dump: Callable[[], bytes]) -> bytes:
 
 
 class _NotImported:
-    """Replaces ``torch._inductor``: without attributes for thread ``owner``, the real module for others."""
+    """Replaces ``torch._inductor``.
+
+    It has no attributes for thread ``owner``, and acts as the real module for others.
+    """
 
     def __init__(self, owner: int) -> None:
         self._owner = owner
@@ -164,9 +167,9 @@ def _never_destroy(thing: object) -> None:
 
 
 def stop() -> None:
-    """Stops the server when the process that started it exits. Left running, it sometimes aborts the rank.
+    """Stops the server when the process that started it exits, because a running server sometimes aborts the rank.
 
-    The caller ensures that no handler needs the GIL: ``shutdown`` waits for it while holding the GIL.
+    The caller ensures that no handler needs the GIL, because ``shutdown`` holds the GIL while it waits for handlers.
     """
     if _server is not None:
         _without_server_log(_server.shutdown)

@@ -15,10 +15,10 @@ _OF_FAULTS = {4, 5, 6, 7, 8, 11}  # ILL, TRAP, ABRT, BUS, FPE, SEGV
 
 
 def without(start: Callable[[], T]) -> T:
-    """Calls ``start`` with all signals blocked, which the threads that it starts inherit.
+    """Calls ``start`` with all signals blocked. The threads that it starts inherit this.
 
-    A script can block a signal in all of its threads and wait for it in one. The kernel delivers the signal to any
-    thread that doesn't block it, and the default action ends the process.
+    A script can block a signal in all of its threads and wait for it in one of them. If another thread didn't block it,
+    the kernel could deliver the signal there, and its default action would end the process.
     """
     before = _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals() - _OF_FAULTS)
     try:

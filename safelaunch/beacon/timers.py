@@ -1,6 +1,7 @@
 """Marks in the rank's page that this rank, or a process forked from it, has set a timer that can end it.
 
-``/proc`` doesn't show ``alarm`` and ``setitimer``, which can end a process that waits for others forever.
+``/proc`` doesn't show the timers of ``alarm`` and ``setitimer``. They can end a process that would otherwise wait for
+others forever.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _FUNCTIONS = ("alarm", "setitimer")
 
 
 def install(words: memoryview) -> None:
-    """Wraps Python's functions that set timers, once the module ``signal`` is imported."""
+    """Wraps Python's functions that set timers, once module ``signal`` has been imported."""
 
     @log.guarded
     def replace(module: Any) -> None:

@@ -22,10 +22,10 @@ def upwards(frame: Any) -> Iterator[Any]:
 
 
 def in_variables(frame: Any, read: Callable[[Any], Any]) -> Any:
-    """Returns ``read`` of the function's variables; None if they must not be read.
+    """Returns the result of ``read`` for the function's variables; None if they must not be read.
 
-    Before Python 3.13, reading leaves a copy of them behind, which would keep tensors alive. While a tracer is at a
-    line (a debugger at its prompt), the interpreter writes that copy back and deletes variables that it lacks.
+    Before Python 3.13, reading variables leaves a copy of them, which would keep tensors alive. While a tracer is at a
+    line (a debugger at its prompt), the interpreter writes that copy back, and deletes variables that aren't in it.
     """
     if sys.version_info >= (3, 13):
         return read(frame.f_locals)

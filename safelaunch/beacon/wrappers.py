@@ -27,7 +27,7 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def clean(name: str) -> str:
-    """Returns a module's name without the names of wrappers."""
+    """Returns a module's name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

@@ -1,1 +1,1 @@
-"""Assembles a bundle privately, and publishes it whole."""
+"""Assembles a bundle privately, and publishes it only when it is complete."""

@@ -1,12 +1,12 @@
 """Copies a staged bundle into the bundle directory, atomically, with only the standard library.
 
 ``copier.py STAGED DIRECTORY NAME KEEP`` writes the final path and a NUL byte to stdout as soon as the bundle is in
-place. Then it removes all but the KEEP newest bundles, unless KEEP is 0, and writes problems with that and with the
-link ``latest``, one per line.
+place. Then it removes all but the KEEP newest bundles, unless KEEP is 0. It writes problems with this removal and with
+the link ``latest`` to stdout, one per line.
 
-It is a separate process, so that the supervisor can abandon it if the disk doesn't respond. It changes into the
-directory, so renaming the directory doesn't redirect its files. Users with write access (a project's group) can also
-rename files, so at the end it checks what the names refer to.
+It is a separate process, so that the supervisor can abandon it if the disk doesn't respond. It makes the directory its
+working directory, so renaming the directory doesn't redirect its files. Users with write access (a project's group) can
+also rename files, so at the end it checks what the names refer to.
 """
 
 import errno
@@ -31,7 +31,7 @@ LATEST = "latest"
 def main(staged: str, directory: str, name: str, keep: str, whole: str = "") -> int:
     """Publishes one bundle. Returns 1, with the reason on stderr, if that fails.
 
-    If ``whole``, the bundle that includes this one, is present, it becomes ``latest``.
+    ``whole`` is the name of a bundle that includes this one. If present, that bundle becomes ``latest``.
     """
     directory = os.path.abspath(directory)
     partial = f".{name}.{os.getpid()}-{time.time_ns()}.partial"
@@ -89,7 +89,7 @@ def what_is_in_the_way(path: str) -> str:
 
 
 def why_unsafe(directory: os.stat_result) -> str:
-    """Returns why any user could replace a bundle in this directory; empty if only its owner or a group can."""
+    """Returns why any user could replace a bundle in this directory; empty if only its owner or group can."""
     if not directory.st_mode & stat.S_IWOTH:
         return ""
     if not directory.st_mode & stat.S_ISVTX:
@@ -100,9 +100,9 @@ def why_unsafe(directory: os.stat_result) -> str:
 
 
 def _owner_of_what_is_made() -> int:
-    """Returns the owner of files created here, which some network disks change.
+    """Returns the owner of files created here, because some network disks change the owner.
 
-    Examines an open file, because it can't be swapped.
+    Examines an open file, because an open file can't be swapped for another one.
     """
     name = f".{os.getpid()}-{time.time_ns()}.owner"
     descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -117,7 +117,7 @@ def _owner_of_what_is_made() -> int:
 
 
 def _open_new(name: str, uid: int) -> int:
-    """Opens a directory that we just created as ``uid``. Raises OSError if it was replaced."""
+    """Opens a directory that ``uid`` (this process) just created. Raises OSError if it was replaced."""
     try:
         descriptor = _open(name)
     except OSError as error:
@@ -160,9 +160,9 @@ def _copy(staged: str, parent: int) -> None:
 
 
 def copy_tree(source: str, target: str) -> None:
-    """Copies the files below ``source`` into ``target``, private despite umask and ACLs.
+    """Copies the files below ``source`` into ``target``. The copies are private despite umask and ACLs.
 
-    Raises the first OSError, with a one-line text.
+    Raises the first OSError, with a one-line message.
     """
     for folder, folders, files in os.walk(source):
         subfolder = os.path.join(target, folder[len(source) + 1 :])
@@ -177,7 +177,7 @@ def copy_tree(source: str, target: str) -> None:
 
 
 def _remove_directory(name: str, descriptor: int) -> None:
-    """Empties the open directory, and removes its name if it still refers to it. Best effort."""
+    """Empties the open directory, then removes it if ``name`` still refers to it. Ignores failures."""
 
     def empty() -> None:
         for entry in list(os.scandir(".")):
@@ -236,7 +236,7 @@ def _link_latest(name: str) -> str:
 
 
 def _is_set_aside(name: str) -> bool:
-    """Moves another user's file aside. Returns whether the name is free."""
+    """Moves a file of that name aside if it is another user's. Returns whether the name is free."""
     owner = os.lstat(name).st_uid
     if owner == os.geteuid():
         return False
@@ -248,13 +248,16 @@ def _is_set_aside(name: str) -> bool:
 
 
 def is_ours_alone(directory: os.stat_result) -> bool:
-    """Returns whether only this user can rename files in it. If not, any of our directories can have any name."""
+    """Returns whether only this user can rename files in it.
+
+    If others can, any name might refer to any of our directories.
+    """
     shared = directory.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not directory.st_mode & stat.S_ISVTX
     return directory.st_uid in (0, os.geteuid()) and not shared
 
 
 def _remove_stale(directory: str) -> None:
-    """Removes our copies that were abandoned on a dead disk more than a day ago."""
+    """Removes our incomplete copies that are more than a day old, left because the disk had stopped responding."""
     if not is_ours_alone(os.stat(directory)):
         return
     for entry in list(os.scandir(directory)):
@@ -292,7 +295,7 @@ def _remove_old(keep: int, just_written: str) -> None:
 
 
 def _is_bundle(name: str) -> bool:
-    """Returns whether it is a complete bundle of this user, and not a link to one."""
+    """Returns whether ``name`` is a complete bundle of this user, not a link to one."""
     try:
         info = os.lstat(name)
         files = [os.lstat(os.path.join(name, file)) for file in WHOLE]
@@ -309,7 +312,7 @@ def _age(name: str) -> tuple[str, int]:
 
 
 def _remove(name: str) -> None:
-    """Removes a bundle under another name, so that no incomplete bundle is visible."""
+    """Renames a bundle before removing it, so that no incomplete bundle is visible."""
     doomed = f".{name}.{os.getpid()}-{time.time_ns()}.removed"
     try:
         bundle = _open(name)

@@ -32,7 +32,10 @@ ENOUGH_BYTES = 64 << 20  # mostly for Flight Recorder dumps with frames, of a no
 
 
 def roomier_directory(wanted: Path, alternative: Path, *, enough_bytes: int = ENOUGH_BYTES) -> Path:
-    """Returns ``wanted`` if its disk has enough room, else the path with more room. Neither needs to exist."""
+    """Returns ``wanted`` if its disk has enough space, else the path with more space.
+
+    Neither directory needs to exist.
+    """
     room = _free_bytes(wanted)
     return wanted if room >= enough_bytes or room >= _free_bytes(alternative) else alternative
 
@@ -105,8 +108,8 @@ def publish(
     """Copies the staged bundle to ``directory/name`` within ``deadline_s`` seconds. Never raises.
 
     The copy has a hidden name until it is complete. If copying fails, the bundle moves to ``fallback``, without
-    retention. The ``owner`` copies, so that root doesn't write where other users can rename files; root copies if that
-    fails.
+    retention. A process of user ``owner`` copies, so that root doesn't write where other users can rename files. If
+    that fails, root copies.
     """
     problem = ""
     for user in (
@@ -151,7 +154,7 @@ def _copy_bundle(
 
 
 def _user_arguments(owner: BundleOwner | None, staged: Path) -> dict[str, Any]:
-    """Gives the staged files to ``owner``. Returns the arguments of ``Popen`` that start a process as that user."""
+    """Gives the staged files to ``owner``. Returns the ``Popen`` arguments that start a process as that user."""
     if owner is None:
         return {}
     for folder, _, files in os.walk(staged):
@@ -170,9 +173,9 @@ def _abandon(process: subprocess.Popen[bytes]) -> None:
 
 
 def _remove_partial(directory: Path, name: str, pid: int) -> None:
-    """Removes the remains of a killed copy, in a thread, because the disk might not respond.
+    """Removes what a killed copy left, in a thread, because the disk might not respond.
 
-    Does nothing if other users can rename files there, because any of our files could then have that name.
+    Does nothing if other users can rename files there, because the name might then refer to any of our files.
     """
 
     def remove() -> None:
@@ -224,7 +227,7 @@ def _copy_to_other_disk(staged: Path, target: Path) -> None:
 
 
 def _why_unsafe(directory: Path) -> str:
-    """Extends ``copier.why_unsafe``: rejects another user's directory in a world-writable one."""
+    """Extends ``copier.why_unsafe``: also rejects another user's directory within a world-writable one."""
     info, above = directory.stat(), directory.resolve().parent.stat()
     if info.st_uid not in (0, os.geteuid()) and above.st_mode & stat.S_IWOTH:
         return f"it belongs to user {info.st_uid}, who may replace files in it"
@@ -235,9 +238,9 @@ def _why_unsafe(directory: Path) -> str:
 
 
 def check_directory(directory: Path) -> str:
-    """Returns why a bundle can't be written to ``directory``; otherwise empty.
+    """Returns why a bundle can't be written to ``directory``; empty if it can.
 
-    Tries a write, because every directory looks writable to root and on the kernel's file systems. Gives up after
+    Tries to write, because every directory looks writable to root and on the kernel's file systems. Gives up after
     ``CHECK_DEADLINE_S`` seconds.
     """
     problems: list[str] = []

@@ -1,4 +1,4 @@
-"""Assembles a bundle on the local disk: every file is private, redacted, bounded and listed."""
+"""Assembles a bundle on the local disk. Every file is private, redacted, limited in size, and listed."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def _document(value: object) -> bytes:
 class Staging(Sink):
     """A bundle in progress. Writes each file when it arrives, redacted, and lists all artifacts.
 
-    Text over ``limit_bytes`` is cut (logs keep their end, other text its beginning); other artifacts over it are left
-    out. Files that a late thread adds after ``close`` are dropped.
+    Text longer than ``limit_bytes`` is cut (logs keep their end, other text its beginning); other artifacts above that
+    size are left out. Files that a late thread adds after ``close`` are dropped.
     """
 
     def __init__(self, root: Path, redactor: Redactor | None = None, *, limit_bytes: int = LIMIT_BYTES) -> None:
@@ -78,7 +78,7 @@ class Staging(Sink):
         return self._whole(artifact, _document(self.redactor.tree(msgspec.to_builtins(value))))
 
     def add_report(self, artifact: Artifact, text: str | None) -> None:
-        """Adds a report. It has only redacted evidence, in which a search for assignments would do damage."""
+        """Adds a report on evidence that is already redacted. A search for assignments would damage it."""
         content = self.redactor.markup(text).encode("utf-8", "backslashreplace") if text is not None else None
         self.put((artifact, content))
 
@@ -105,7 +105,7 @@ class Staging(Sink):
         return self.made(artifact, self.redactor.job_text(data.decode("utf-8", "backslashreplace")))
 
     def finish(self, manifest: object) -> None:
-        """Writes ``manifest.json``, which lists all other files. If that fails, it counts as missing."""
+        """Writes ``manifest.json``, which lists all other files. If that fails, the manifest is listed as missing."""
         problem = self._write("manifest.json", _document(self.redactor.tree(msgspec.to_builtins(manifest))))
         if problem:
             self.artifacts.append(Artifact("manifest.json", OURS, 0.0, problem))
@@ -128,12 +128,12 @@ class Staging(Sink):
         return ""
 
     def settle(self) -> tuple[Artifact, ...]:
-        """Lists each artifact once, by path. Files that were removed count as missing."""
+        """Returns the artifacts by path, each once. Lists files that have been removed as missing."""
         with self._writing:
             return self._settled()
 
     def close(self) -> tuple[Artifact, ...]:
-        """Settles, and then accepts only the manifest."""
+        """Calls ``settle``, and from then on accepts only the manifest."""
         with self._writing:
             self._closed = True
             return self._settled()
@@ -155,7 +155,7 @@ class Staging(Sink):
         return artifact, content
 
     def put(self, content_of: FileContent) -> None:
-        """Writes and lists one file. A full disk costs only this file."""
+        """Writes and lists one file. If the disk is full, only this file is lost."""
         artifact, content = content_of
         artifact = msgspec.structs.replace(artifact, path=self.redactor.text(artifact.path))  # paths can have secrets
         with self._writing:  # so that each written file is listed
@@ -177,7 +177,7 @@ class Staging(Sink):
 
 
 def cut(content: bytes, limit: int, tail: bool) -> bytes:
-    """Returns the last (or first) whole lines of UTF-8 text within ``limit`` bytes, or part of a longer line."""
+    """Returns the last (or first) whole lines of UTF-8 text that fit in ``limit`` bytes, or part of one long line."""
     part = content[-limit:] if tail else content[:limit]
     if b"\n" in part[:-1]:
         return part[part.index(b"\n") + 1 :] if tail else part[: part.rindex(b"\n") + 1]

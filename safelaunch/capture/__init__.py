@@ -1,1 +1,1 @@
-"""Reads one source of evidence per module. None raises past its stage, or outlives its deadline."""
+"""Reads the evidence, one source per module. No source raises an error beyond its stage, or outlives its deadline."""

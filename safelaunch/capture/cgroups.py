@@ -10,7 +10,7 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 def parse_membership(text: str) -> dict[str, str]:
-    """Parses ``/proc/<pid>/cgroup`` into controller → path; key ``""``: the unified (v2) hierarchy."""
+    """Parses ``/proc/<pid>/cgroup`` into controller → path. Key ``""`` is the unified (v2) hierarchy."""
     groups: dict[str, str] = {}
     for line in text.splitlines():
         fields = line.split(":", 2)
@@ -25,7 +25,10 @@ def membership(pid: int) -> dict[str, str]:
 
 
 def directory(pid: int, controller: str = "", root: Path = ROOT) -> Path | None:
-    """Returns the process's cgroup directory: v2 (``""``) or a v1 controller's. None if not mounted."""
+    """Returns the process's cgroup directory: v2 (``""``) or a v1 controller's.
+
+    None if that hierarchy isn't mounted.
+    """
     path = membership(pid).get(controller)
     if path is None:
         return None
@@ -40,9 +43,9 @@ def directory(pid: int, controller: str = "", root: Path = ROOT) -> Path | None:
 
 
 def nearest(group: Path, name: str, root: Path = ROOT) -> str:
-    """Returns the text of ``name`` from ``group`` or its closest ancestor with that file, or empty.
+    """Returns the contents of file ``name`` in ``group`` or its closest ancestor that has it; empty if absent.
 
-    A group without a controller, such as the job's, is subject to its ancestors' limits.
+    A group in which a controller isn't enabled, such as the job's, is still subject to its ancestors' limits.
     """
     places = (place for place in (group, *group.parents) if place.is_relative_to(root))
     return next((text for place in places if (text := text_of(place / name).strip())), "")
@@ -60,7 +63,7 @@ def is_frozen(pid: int) -> bool:
 def throttled_ms(pid: int) -> int:
     """Returns how long CPU limits (v2 ``cpu.max``, v1 ``cpu.cfs_quota_us``) have stopped the process's groups.
 
-    Includes its ancestors, because each group counts only its own limit.
+    Includes ancestor groups, because each group counts only its own limit.
     """
     total_us = 0
     for group in {directory(pid), directory(pid, "cpu")} - {None}:
@@ -71,7 +74,10 @@ def throttled_ms(pid: int) -> int:
 
 
 def parse_throttled_us(text: str) -> int:
-    """Reads ``throttled_usec`` (v2) or ``throttled_time`` (v1, nanoseconds) from ``cpu.stat``, in microseconds."""
+    """Returns the throttled time in ``cpu.stat``, in microseconds.
+
+    Reads ``throttled_usec`` (v2) or ``throttled_time`` (v1, in nanoseconds).
+    """
     counts = dict(line.split() for line in text.splitlines() if len(line.split()) == 2)
     return int(counts.get("throttled_usec", 0)) or int(counts.get("throttled_time", 0)) // 1000
 

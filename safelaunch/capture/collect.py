@@ -1,6 +1,7 @@
 """Collects each rank's evidence, and writes each file as it arrives.
 
-The least intrusive sources come first: sources that need nothing from the rank, sources without the GIL, then the rest.
+The least intrusive sources come first: those that need nothing from the rank, then those that don't need its GIL, then
+the rest.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ def ranks(
     ask: bool = True,
     patience: float = 1.0,
 ) -> tuple[RankEvidence, ...]:
-    """Collects the evidence of all ``targets`` in parallel; each file, or the reason for its absence, goes to ``sink``.
+    """Collects the evidence on all ``targets`` in parallel; each file, or the reason for its absence, goes to ``sink``.
 
     Args:
         looks: The looks so far, oldest first.
         basics: What is known about each rank.
         pages: The directory of progress pages.
-        evidence: Receives each rank's evidence as it arrives. For a late rank, only finished steps contribute.
+        evidence: Receives each rank's evidence as it arrives. If a rank is late, only its finished steps are included.
         ask: False if the ranks are gone or about to end: their worker servers aren't queried.
         patience: Factor for the deadline; 1 on an idle machine.
     """
@@ -103,7 +104,7 @@ def _evidence_at_hand(target: Target, looks: Sequence[Look], basics: RankBasics,
 
 
 def at_hand(target: Target, looks: Sequence[Look], basics: RankBasics, host: str, sink: Sink) -> RankEvidence:
-    """Returns the evidence that already exists, and writes its files. For a late rank, this is all."""
+    """Returns the evidence that already exists, and writes its files. A late rank has no other evidence."""
     folder = f"ranks/{target.rank}"
     evidence = _evidence_at_hand(target, looks, basics, host)
     _write_stacks(folder, most_telling(looks, target.rank), sink)
@@ -171,7 +172,7 @@ def most_telling(looks: Sequence[Look], rank: int) -> RankLook | None:
 
 
 def of_ended(rank: int, basics: RankBasics, pages: Path, host: str, sink: Sink) -> RankEvidence:
-    """Returns a rank's own records, if it ended before any look at it."""
+    """Returns the evidence on a rank that ended before any look at it: the records that it left."""
     folder, progress = f"ranks/{rank}", basics.progress
     gone = "the rank ended before safelaunch could look at it"
     sink.add(Artifact(f"{folder}/stack.txt", "py-spy dump", 0.0, gone), None)

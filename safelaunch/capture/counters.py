@@ -33,7 +33,7 @@ CounterKey = tuple[int, int]  # pid, start_ticks
 
 @dataclass(frozen=True, slots=True)
 class CpuTime:
-    """A thread's time on a CPU, and its time runnable but waiting for one."""
+    """A thread's time on a CPU, and the time when it could run but had to wait for one."""
 
     cpu_ms: float
     queued_ms: float = 0.0
@@ -64,7 +64,7 @@ class Counters:
 def read(pids: Collection[int], before: Counters | None = None) -> Counters:
     """Reads the counters of these ranks' main processes and of their descendants; never raises.
 
-    Given ``before``, searches descriptors only for new connections.
+    If ``before`` is given, searches descriptors only for connections that are new since then.
     """
     at_s, at_ticks = time.monotonic(), int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS_S)
     reader = _CounterReader(before or Counters(0.0, 0))
@@ -132,7 +132,10 @@ class _CounterReader:
     def owned(
         self, connections: Mapping[int, int], processes: Collection[CounterKey]
     ) -> dict[CounterKey, dict[int, int]]:
-        """Assigns connections, with their bytes, to processes; parents come before children that inherit them."""
+        """Assigns each connection, with its bytes, to a process.
+
+        Parents must precede children that inherit connections.
+        """
         owned: dict[CounterKey, dict[int, int]] = {key: {} for key in processes}
         past = self._before.processes
         for key, counters in past.items():
@@ -189,7 +192,10 @@ class _CounterReader:
 
 
 def _faults(pid: int, without: Collection[int]) -> int:
-    """Returns a process's page faults except some threads', at a moment when these had none."""
+    """Returns a process's page faults, not counting threads ``without``.
+
+    Retries until these threads had no fault during the reading.
+    """
     served, faults = -1, 0
     for _ in range(5):  # an answer takes some ten milliseconds
         before, served = served, sum(stat.faults for tid in without if (stat := procstat.read(pid, tid)) is not None)

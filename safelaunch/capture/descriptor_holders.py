@@ -57,11 +57,11 @@ class _Holders:
 def with_ends(
     states: Sequence[ProcessState], pids: Iterable[int], *, deadline_s: float = DEADLINE_S
 ) -> tuple[ProcessState, ...]:
-    """Adds the other ends for which the threads of ``states`` wait, searching processes in the order of ``pids``.
+    """Adds the holders of the other ends that the threads of ``states`` wait for.
 
-    Beyond the processes of ``states``, the search ends after ``CPU_S`` seconds of CPU or ``deadline_s`` seconds. If it
-    was incomplete, only connections are reported: an unsearched process might have a pipe or semaphore, too, but a
-    connection has a single other end.
+    Searches processes in the order of ``pids``. Outside ``states``, the search ends after ``CPU_S`` seconds of CPU or
+    ``deadline_s`` seconds. If it was incomplete, only connections are reported: an unsearched process might have a pipe
+    or semaphore, too, but a connection has a single other end.
     """
     until = _EndOfSearch(time.thread_time() + CPU_S, time.monotonic() + deadline_s)
     wanted = {(state.pid, tid): end for state in states for tid, end in _wanted(state)}
@@ -79,7 +79,7 @@ def with_ends(
 
 
 def _wanted(state: ProcessState) -> Iterator[tuple[int, WantedEnds]]:
-    """Yields each waiting thread's id and the other end, in the form of its holders' descriptors."""
+    """Yields each waiting thread's id, and how the other end appears among its holder's descriptors."""
     waiting = [
         thread for thread in state.threads if thread.inode is not None and thread.syscall_name in _WRITES | _READS
     ]
@@ -155,10 +155,7 @@ def _might_have_inherited(pid: int, began: int, groups: Collection[str]) -> bool
 
 
 def _hides_its(pid: int) -> bool:
-    """True if the process belongs to another user, so its descriptors can't be read.
-
-    The job might have sent it a descriptor over a Unix socket that is closed by now, whatever its age and group.
-    """
+    """Whatever its age and group, the job might have sent it a descriptor over a Unix socket that is closed by now."""
     state = procstat.read(pid)
     if state is None or state.ppid in (0, _KTHREADD):  # init keeps what it receives, and kernel threads receive nothing
         return False
@@ -187,7 +184,7 @@ def _are_closed(own: Collection[int], jobs: Collection[str], every: Collection[s
 
 
 def _directions(path: Path, target: str) -> tuple[bool, ...]:
-    """Returns True if open for writing, False if for reading, or both. A socket has no direction: False."""
+    """Returns the open directions: True for writing, False for reading, or both. Sockets have no direction: False."""
     if target.startswith("socket:"):
         return (False,)
     try:

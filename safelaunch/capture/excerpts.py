@@ -13,10 +13,10 @@ from safelaunch.system.redaction.redactor import Redactor
 
 
 class Excerpts:
-    """The source that a verdict can read and that the bundle keeps, so that a second reading gives the same verdict.
+    """The source code that a verdict can read. The bundle keeps it, so that a second reading gives the same verdict.
 
-    An excerpt has the module's statements with a line of the evidence, and its assignments of the rank. All other lines
-    are empty, and secrets are removed. ``read`` maps path → excerpt for all paths requested.
+    An excerpt keeps the statements that contain a line from the evidence, and those that assign the rank. All other
+    lines are empty, and secrets are removed. ``read`` maps each requested path to its excerpt.
     """
 
     def __init__(self, evidence: Evidence, redactor: Redactor) -> None:

@@ -29,11 +29,11 @@ class LockRow:
 
 
 def holders(pid: int, fd: int) -> tuple[int, ...]:
-    """Returns the processes with the lock for which ``pid`` waits at descriptor ``fd``; empty if unknown.
+    """Returns the processes that hold the lock that ``pid`` is waiting for at descriptor ``fd``; empty if unknown.
 
-    First comes the process that took the lock, if it still has it, then processes that inherited the open file, because
-    each can release the lock. The holder might be ``pid`` itself, if it opened the file twice. Can block on a dead file
-    system, so call it with a deadline.
+    The process that took the lock comes first, if it still has it. Processes that inherited the open file follow,
+    because each can release the lock. A holder might be ``pid`` itself, if it opened the file twice. Can block on a
+    dead file system, so call it with a deadline.
     """
     try:
         place = _place(Path(f"/proc/{pid}/fd/{fd}"))
@@ -50,9 +50,9 @@ def holders(pid: int, fd: int) -> tuple[int, ...]:
 
 
 def _blocking_lock(table: str, pid: int, place: tuple[int, int, int]) -> LockRow | None:
-    """Returns the lock for which ``pid`` waits, listed above its waiters; None if its holder is unknown.
+    """Returns the lock that ``pid`` is waiting for, which is listed above its waiters; None if its holder is unknown.
 
-    Several processes can have locks on the same file, each on its own bytes.
+    Several processes can hold locks on the same file, each on its own range of bytes.
     """
     above = ""
     for line in table.splitlines():
@@ -83,10 +83,11 @@ def lock_table() -> tuple[LockRow, ...]:
 
 
 def locks_of(pid: int, *, of_others: bool, table: Sequence[LockRow] | None = None) -> tuple[FileLock, ...]:
-    """Returns exclusive locks on files that ``pid`` has open, except those shared with a parent through its open file.
+    """Returns the exclusive locks on files that ``pid`` has open.
 
-    Can block like :func:`holders`, but only on locked files. ``of_others`` includes other processes' locks; ``table``
-    has the node's locks, if they have been read.
+    Leaves out locks that ``pid`` shares with its parent through an inherited file. Can block like :func:`holders`, but
+    only on locked files. ``of_others`` includes other processes' locks; ``table`` has the node's locks, if already
+    read.
     """
     rows = lock_table() if table is None else table
     wanted = {row for row in rows if row.exclusive and (of_others or row.pid == pid)}
@@ -113,10 +114,7 @@ def locks_of(pid: int, *, of_others: bool, table: Sequence[LockRow] | None = Non
 
 
 def lock_on(pid: int, path: str) -> FileLock | None:
-    """Returns another process's exclusive lock on the file that is ``path`` for ``pid``; None if unknown.
-
-    Can block like :func:`holders`.
-    """
+    """Returns another process's exclusive lock on file ``path``, as ``pid`` sees that path; None if unknown."""
     try:
         place = _place(Path(f"/proc/{pid}/cwd", path))
     except (OSError, ValueError):
@@ -127,9 +125,9 @@ def lock_on(pid: int, path: str) -> FileLock | None:
 
 
 def program(pid: int) -> str:
-    """Returns a process's program and start, e.g. `` (python tokenize.py, since 2026-03-01 14:02:11 UTC)``.
+    """Describes a process by its program and start, e.g. `` (python tokenize.py, since 2026-03-01 14:02:11 UTC)``.
 
-    Empty if unknown. Arguments might contain secrets.
+    Empty if unknown. Leaves out arguments, because they might contain secrets.
     """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes()[:_MAX_BYTES].decode("utf-8", "replace").split("\0")

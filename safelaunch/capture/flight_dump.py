@@ -1,15 +1,16 @@
 """Parses Flight Recorder dumps (c10d's record of a rank's last collectives), versions 2.0 to 2.10.
 
 A dump is JSON from the worker server, which needs no GIL and has no frames, or a pickle with frames. The unpickler
-knows no classes, and a value is hashed, shown or compared only after a check of its type and size. A value that c10d
-wouldn't write counts as unknown, and ``FlightRecord.damaged`` names its field.
+creates no objects of other classes, and a value is hashed, shown or compared only after a check of its type and size. A
+value that c10d wouldn't write counts as unknown, and ``FlightRecord.damaged`` names its field.
 
 A pickle with a hostile *structure* can still kill its reader, because reading hashes a dictionary's keys. So a child
 process reads strangers' files (``bundle/reading/guard.py``).
 
 torch 2.15 makes ``nccl2`` the default backend. Each backend then has its own recorder, in the same format
-(pytorch#192233), so a rank can have several dumps. Those recorders never notice starts. They notice ends, except for a
-backend in Python: its calls are retired as they are made (``verdict/comparable.py``).
+(pytorch#192233), so a rank can have several dumps. Those recorders never record a call's start. They record its end,
+unless the backend is written in Python: then each call is marked ``retired`` as soon as it is made
+(``verdict/comparable.py``).
 
 gloo differs (torch 2.13): ``state`` stays ``"scheduled"`` (``retired`` shows the end), ``pg_config`` has the key ``""``
 instead of ``"0"``, and the numbers in ``pg_status`` are strings in the JSON.
@@ -78,7 +79,7 @@ def parse_json(data: bytes, shared: DumpParts | None = None) -> FlightRecord:
 
 
 def parse_pickle(data: bytes, shared: DumpParts | None = None) -> FlightRecord:
-    """Parses a dump of ``_dump_fr_trace()`` or NCCL. Raises ``CaptureError``."""
+    """Parses a pickle written by ``_dump_fr_trace()`` or by NCCL. Raises ``CaptureError``."""
     _check_size(data)
     return record_of(load_pickle(data), shared)
 
@@ -127,7 +128,8 @@ def _entry(entry: Collective, *, timed: bool) -> dict[str, object]:
 def record_of(dump: object, shared: DumpParts | None = None) -> FlightRecord:
     """Converts a decoded dump. Missing keys and values of another type keep their defaults.
 
-    Raises ``CaptureError`` if it isn't a Flight Recorder dump. ``shared`` has parts of the job's other dumps.
+    Raises ``CaptureError`` if it isn't a Flight Recorder dump. ``shared`` holds parts that this job's dumps have in
+    common.
     """
     if not isinstance(dump, dict) or not isinstance(dump.get("entries", []), list) or not _marks(dump):
         raise CaptureError("not a Flight Recorder dump: it has no version and no entries")
@@ -171,8 +173,8 @@ class _Decoder:
 
     If a row is known, another iteration might begin there: the following rows are compared in bulk with the rows that
     followed last time, and decoded only if they differ. Comparing is cheap, because c10d's pickler shares the frames'
-    dictionaries, and identical objects are equal. It is safe, because an unchecked value is compared only with a
-    checked value or its equal, so the recursion never goes deeper than that.
+    dictionaries, and identical objects are equal. It is safe: one of the two compared values has been checked, or
+    equals a checked value, so the recursion is never deeper than that value.
     """
 
     def __init__(self, entries: list[dict[Any, Any]], shared: DumpParts, damaged: set[str]) -> None:
@@ -220,7 +222,7 @@ class _Decoder:
         return row_of
 
     def _repeat(self, row_of: list[int], period: int) -> None:
-        """Appends to ``row_of`` the entries that equal the entries ``period`` positions earlier."""
+        """Extends ``row_of`` for as long as entries equal those ``period`` positions earlier."""
         most = 16  # compared at once, doubled each time: in an irregular program the first entry differs
         while len(row_of) < len(self._entries):
             now = len(row_of)
@@ -288,7 +290,8 @@ class _Decoder:
     def _kinds_with_starts(self, row_of: list[int]) -> array[int] | None:
         """Returns the kind of each entry, with ``started`` set if the device reported starts; None if it reported none.
 
-        gloo never reports starts. NCCL doesn't for an entry retired unnoticed, nor with TORCH_NCCL_ENABLE_TIMING off.
+        gloo never reports starts. NCCL doesn't if an entry was retired before its start was noticed, or if
+        TORCH_NCCL_ENABLE_TIMING is off.
         """
         starts = self._values["time_discovered_started_ns"]
         if not _NUMBERS_OR_NONE.issuperset(map(type, starts)):
@@ -369,7 +372,7 @@ def _names(groups: Sequence[object], ids: Sequence[object]) -> dict[str, str]:
 
 
 def _key_of(row: _EntryRow) -> tuple[_EntryRow, _EntryRow, _EntryRow] | None:
-    """Returns a key that is equal for equal rows; None if a value isn't a text, a number or a short list of them.
+    """Returns a key that is equal for equal rows; None if a value isn't a string, a number or a short list of these.
 
     Compares frames by identity; the dump keeps them alive.
     """
@@ -390,7 +393,7 @@ def _key_of(row: _EntryRow) -> tuple[_EntryRow, _EntryRow, _EntryRow] | None:
 
 
 def _groups(config: object, ranks_by_text: dict[str, tuple[int, ...]], damaged: set[str]) -> dict[str, tuple[int, ...]]:
-    """Reads ``pg_config``. Thousands of ranks have the same text, so all dumps share ``ranks_by_text``."""
+    """Reads ``pg_config``. All dumps share ``ranks_by_text``, because thousands of ranks have the same text."""
     groups: dict[str, tuple[int, ...]] = {}
     by_list: dict[int, tuple[int, ...] | None] = {}  # a pickle can refer to one list many times
     for key, value in _pairs("pg_config", config, damaged):
@@ -430,7 +433,7 @@ def _ranks(ranks: object) -> tuple[int, ...] | None:
 def _status(status: object, names: dict[str, str], damaged: set[str]) -> dict[str, GroupStatus]:
     """Reads ``pg_status`` by group name.
 
-    A ``pg_id`` is the rank's own number of a group, so a group without an entry can't be identified.
+    A ``pg_id`` is local to the rank, so a group without an entry can't be identified.
     """
     by_name = {}
     for key, value in _pairs("pg_status", status, damaged):

@@ -45,10 +45,10 @@ def flight_record_of(
     pickle_deadline_s: float = 2.0,
     ask_python: bool = True,
 ) -> FlightCapture:
-    """Reads JSON first, then the pickle unless ``ask_python`` is False; never raises.
+    """Reads the JSON dump first, then the pickle unless ``ask_python`` is False; never raises.
 
     The record comes from the pickle, which has frames, or else from the JSON. Records of several backends are merged.
-    The handlers of torch 2.6 and 2.9 don't know gloo: without an NCCL group, their answer isn't a record.
+    The handlers of torch 2.6 and 2.9 don't know gloo: if the job has no NCCL group, their answer isn't a record.
     """
     backends = _backends(socket_path, json_deadline_s)
     as_json = _of_all(_all_of(socket_path, _json_handlers(backends), json_deadline_s), parse_json)
@@ -108,7 +108,7 @@ def _of_all(answers: Sequence[Result[bytes]], parse: Callable[[bytes], FlightRec
 
 
 def newest_entry(socket_path: str, *, deadline_s: float = 1.0) -> int | None:
-    """Returns the newest entry's number, summed over all recorders. It grows with every collective.
+    """Returns the newest entry's number, summed over all recorders; None if unknown. It grows with every collective.
 
     Doesn't need the rank's GIL.
     """
@@ -118,7 +118,10 @@ def newest_entry(socket_path: str, *, deadline_s: float = 1.0) -> int | None:
 
 
 class _Arrival(msgspec.Struct):
-    """The fields that a healthy job needs, because a full record has thousands of entries."""
+    """The fields of an entry that are needed from a healthy job.
+
+    The others are skipped: a record has thousands of entries.
+    """
 
     process_group: tuple[str, ...] = ()
     timeout_ms: int = 0
@@ -146,8 +149,8 @@ def arrivals_of(socket_path: str, *, deadline_s: float = 2.0) -> dict[tuple[str,
 def default_timeout_s(socket_path: str, *, deadline_s: float = 2.0) -> float | None:
     """Returns the default group's timeout; None if no collective of the group is recorded.
 
-    Calls and backends can differ: the most frequent timeout counts, or the shortest of equals. Doesn't need the rank's
-    GIL.
+    If calls or backends differ, the most frequent timeout counts, or the shortest of equally frequent ones. Doesn't
+    need the rank's GIL.
     """
     entries = _arrivals(socket_path, deadline_s)
     timeouts = [e.timeout_ms for e in entries if set(e.process_group) & DEFAULT_GROUP and e.timeout_ms > 0]
@@ -181,9 +184,9 @@ def _json_handlers(backends: Sequence[str]) -> tuple[str, ...]:
 def _all_of(
     socket_path: str, handlers: Sequence[str], deadline_s: float, ask: Callable[..., bytes] | None = None
 ) -> list[Result[bytes]]:
-    """Returns the answers of the handlers that this torch has; if it has none, the first handler's failure.
+    """Returns the replies of the handlers that this torch has; if it has none, the first handler's failure.
 
-    Stops at the first failure, because the others would fail, too.
+    Stops at the first failure, because the remaining handlers would fail, too.
     """
     results: list[Result[bytes]] = []
     for handler in handlers:

@@ -18,8 +18,8 @@ _NEAR = 64  # preceding entries of a group that are compared
 def merged(records: Sequence[FlightRecord]) -> FlightRecord:
     """Merges the records of a rank's recorders, one per backend, in call order.
 
-    If two records hold the same backend's entries, the longer one counts. Groups about which they disagree are dropped
-    and reported as ``damaged``.
+    If two records hold the same backend's entries, the longer one counts. Groups on which the records disagree are
+    dropped and reported as ``damaged``.
     """
     longest: dict[str, tuple[int, int]] = {}  # backend → number of entries, and minus the record's position
     for place, record in enumerate(records):
@@ -51,9 +51,9 @@ def backend_of(op: str) -> str:
 
 
 def contradicts_itself(record: FlightRecord) -> bool:
-    """True if the record doesn't show how far the rank came: a group's collectives have no or repeated numbers.
+    """Returns True if the record can't show how far the rank got: a group has collectives with no or repeated numbers.
 
-    Also true if one number runs over several groups and the ring has wrapped. Some repetitions are normal: calls of one
+    Also true if several groups share one counter and the ring has wrapped. Some repetitions are normal: calls of one
     launch share a number in adjacent entries, two threads' calls can be recorded in reverse order, and the end of a
     batch of sends isn't counted.
     """
@@ -93,7 +93,7 @@ def _same(column: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def _ascends(ring: Entries, kinds: Mapping[int, Collective]) -> bool:
-    """True if each group's numbers only grow, as in nearly every record; a cheap first test."""
+    """True if each group's numbers only increase. This cheap first test succeeds for nearly every record."""
     if isinstance(ring.seqs, range) and ring.seqs[0] > 0:
         return True  # each group's numbers are part of the range
     groups = {number: None if kind.is_p2p else kind.group for number, kind in kinds.items()}

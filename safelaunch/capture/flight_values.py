@@ -27,7 +27,7 @@ def frames_of(frames: object) -> tuple[Frame, ...]:
 
 
 def sizes_of(sizes: object) -> tuple[tuple[int, ...], ...]:
-    """Returns sizes. Anything but a list of lists of counts is unknown, not empty, so that it isn't compared."""
+    """Returns the sizes; ``UNKNOWN_SIZES``, which is never compared, if ``sizes`` isn't a list of lists of counts."""
     if sizes is None:
         return ()
     if not isinstance(sizes, (list, tuple)) or not all(isinstance(size, (list, tuple)) for size in sizes):
@@ -53,7 +53,7 @@ def integer(value: object, default: int = 0) -> int:
 
 
 def text_of(value: object) -> str:
-    """Returns a text of bounded length that is valid UTF-8; ``""`` for other values."""
+    """Returns a string, truncated and made valid UTF-8, or an integer as a string; ``""`` for other values."""
     if not isinstance(value, str):
         return str(value) if type(value) is int and -(1 << 63) <= value < 1 << 63 else ""
     text = value if len(value) <= _MAX_TEXT else value[:_MAX_TEXT]

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def gather(calls: Sequence[Callable[[], T]], *, deadline_s: float, workers: int = 16) -> list[T | None]:
-    """Makes ``calls`` in parallel and returns their results in order; None for one that exceeds ``deadline_s``.
+    """Makes ``calls`` in parallel and returns their results in order; None for each that exceeds ``deadline_s``.
 
     Calls must not raise (sources return their failures). If one does, its result is None and a message is printed.
     """

@@ -124,7 +124,7 @@ _MOST_ERRORS, _MOST_LINE = 3, 200
 def errors_of(
     pid: int, uuid: str, kernel_log: Iterable[str], driver: Path = Path("/proc/driver/nvidia/gpus")
 ) -> tuple[str, ...]:
-    """Returns the driver's newest errors of a process, or of the GPU with this UUID, oldest first."""
+    """Returns the newest errors that the driver logged for a process, or for the GPU with this UUID, oldest first."""
     errors = [(error, line.strip()[:_MOST_LINE]) for line in kernel_log if (error := _XID.search(line))]
     places = driver.glob("*/information") if errors and uuid else ()
     pci = next((place.parent.name.lower() for place in places if uuid in text_of(place)), "")

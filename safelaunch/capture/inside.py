@@ -1,7 +1,7 @@
 """Reads a rank's stacks from inside, if py-spy is denied, missing or fails; see ``beacon/inside.py``.
 
-The request briefly needs the rank's GIL, which nearly every wait releases. The answer has no C frames, and only the
-roles of the rank's children, but also facts that the kernel shows only to the rank itself.
+The request briefly needs the rank's GIL, which nearly every wait releases. The report has no C frames, and of the
+rank's children only their roles. But it adds facts that the kernel shows only to the rank itself.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class InsideReport:
 
 @contextmanager
 def asked(server: Path, pid: int, questions: Questions, *, deadline_s: float) -> Iterator[InsideReport]:
-    """Yields the stacks that rank ``pid`` reports itself, within ``deadline_s`` seconds; never raises.
+    """Yields the stacks that the rank with this pid reports about itself, within ``deadline_s`` seconds; never raises.
 
-    ``server`` is its worker server's socket. The answer's descriptor is closed at the end.
+    ``server`` is its worker server's socket. The report's descriptor is closed at the end.
     """
     until = time.monotonic() + deadline_s
     owns: list[Own] = []
@@ -101,7 +101,7 @@ def _answer(server: Path, questions: Questions, until: float) -> tuple[bytes, in
 
 
 def _from_thread(path: Path, questions: Questions, until: float) -> tuple[bytes, int]:
-    """Queries the thread that serves stacks if the rank's torch accepts no handlers."""
+    """Queries the rank's own thread that serves stacks. It is needed if the rank's torch accepts no handlers."""
     if not questions.begin_question():
         raise Unanswered("absent", "the rank is exiting")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:

@@ -55,7 +55,7 @@ class RunningRank:
 
 @dataclass(frozen=True, slots=True)
 class RunningJob:
-    """Part of a job on this host."""
+    """The part of a job that runs on this host."""
 
     world_size: int
     ranks: Mapping[int, RunningRank]
@@ -70,8 +70,8 @@ class RunningJob:
 def jobs_in(table: Mapping[int, JobProcess], runs_torch: Callable[[int], object]) -> tuple[RunningJob, ...]:
     """Returns the jobs in a table of processes by pid. Pure.
 
-    A rank's process is the topmost one with its number and a true ``runs_torch``. Others are shells and launchers above
-    it, or have inherited its variables.
+    A rank's process is the topmost one that has the rank's number and for which ``runs_torch`` is true. Other processes
+    with that number are shells and launchers above it, or children that inherited its variables.
     """
     named = {pid: rank for pid, process in table.items() if (rank := _rank_of(process)) is not None}
     # In an srun task, a launcher has the task's variables, and the ranks below it have their own.
@@ -88,7 +88,7 @@ def _jobs_of(
 ) -> Iterator[RunningJob]:
     """Splits processes with equal job variables into jobs: two processes with one rank belong to different jobs.
 
-    For example, the launcher of one job was killed before the next began.
+    This happens if, for example, one job's launcher was killed before the next job began.
     """
     by_agent: dict[int, dict[int, list[RunningRank]]] = {}
     for pid, rank in members.items():
@@ -166,8 +166,8 @@ def job_of(
 ) -> RunningJob:
     """Returns the job to which ``pid`` belongs: as a rank, a rank's child, the launcher, or a process that started it.
 
-    Never through init or processes of another user. Raises UsageError, or AccessDenied if the process's variables can't
-    be read.
+    Ignores relations through init or through another user's processes. Raises UsageError, or AccessDenied if the
+    process's variables can't be read.
     """
     process = table.get(pid)
     if process is None:
@@ -221,7 +221,7 @@ def name_of_user(user: int) -> str:
 
 
 def processes() -> dict[int, JobProcess]:
-    """Returns this host's processes, unless they don't respond because the kernel holds their memory lock."""
+    """Returns this host's processes, except those that can't be read because the kernel holds their memory lock."""
     pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
     read = gather([partial(_read, pid) for pid in pids], deadline_s=READ_DEADLINE_S)
     return with_spawned({process.pid: process for process in read if process is not None}, is_spawned)
@@ -258,7 +258,7 @@ def command_of(pid: int) -> tuple[str, ...]:
 
 
 def packages_of(pid: int) -> str:
-    """Returns the package directory from which a process loaded torch; empty if it hasn't."""
+    """Returns the package directory from which a process loaded torch; empty if it hasn't loaded torch."""
     text = within_or("", MAPS_DEADLINE_S, "maps", lambda: text_of(f"/proc/{pid}/maps"))
     match = re.search(r"(/\S.*)/torch/lib/libtorch", text)
     return match[1] if match else ""

@@ -62,7 +62,7 @@ _MOMENT = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(Z|[+-]\d\d:?\d\d)?"
 
 
 def _moment(text: str) -> float:
-    """Parses the time at the start of a text into Unix seconds, in UTC if it has no zone; 0 without a time."""
+    """Converts the time at the start of ``text`` to Unix seconds (UTC if it has no zone); 0 if there is no time."""
     match = _MOMENT.match(text)
     if match is None:
         return 0.0

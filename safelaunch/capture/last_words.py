@@ -1,4 +1,4 @@
-"""Reads a rank's records in the run directory: its exception, faulthandler's stacks, its exit call, and output."""
+"""Reads a rank's records in the run directory: its exception, faulthandler's stacks, its exit call and its output."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _is_number(text: str) -> bool:
 
 
 def parse_caught(slots: bytes) -> tuple[CaughtException, ...]:
-    """Parses the notes of ``beacon/caught_exceptions.py``, by time; skips half-written slots."""
+    """Parses the notes of ``beacon/caught_exceptions.py``, in order of time; skips half-written slots."""
     exceptions = []
     for begin in range(0, len(slots), caught_exceptions.SLOT_BYTES):
         slot = slots[begin : begin + caught_exceptions.SLOT_BYTES].rstrip(b"\0")

@@ -62,7 +62,7 @@ class ProcessLook:
 
     @property
     def is_late(self) -> bool:
-        """True if its stack or its kernel state missed the deadline."""
+        """True if the rank's stack or its kernel state missed the deadline."""
         no_stack = self.stack.value is None and self.stack.kind == "timeout"
         return no_stack or (self.state is not None and NO_ANSWER in self.state.note)
 
@@ -117,8 +117,8 @@ def take(targets: Sequence[Target], *, deadline_s: float) -> Look:
 def with_c_frames(targets: Sequence[Target], last: Look, *, deadline_s: float) -> Look:
     """Repeats the ``last`` look, adding C frames to the main processes of ``targets``; never raises.
 
-    Takes at most ``deadline_s`` seconds. One rank of each distinct Python stack comes first. A rank that isn't read in
-    time keeps its previous stack, with a note.
+    Takes at most ``deadline_s`` seconds. First reads one rank for each distinct Python stack. A rank that can't be read
+    in time keeps its previous stack, with a note.
     """
     begin = time.monotonic()
     ordered = _one_of_each_stack_first(targets, last)
@@ -234,7 +234,7 @@ def _child(target: Target, pid: int, deadline_s: float, locks: tuple[file_locks.
 
 
 def _with_polled_lock(state: ProcessState, stack: Result[StackSample]) -> ProcessState:
-    """Adds the lock that the main thread polls through a library, which opens the file only for each attempt."""
+    """Adds the lock that the main thread polls for through a library, which opens the file only for each attempt."""
     main = stack.value.main_thread if stack.value is not None else None
     if main is None or not main.lock_file:
         return state

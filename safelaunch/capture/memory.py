@@ -36,7 +36,7 @@ class Symbol(NamedTuple):
 
 
 class ProcessMemory:
-    """Memory of process ``pid``; ``fd`` is an open descriptor of it, sent by the process, or -1."""
+    """Memory of process ``pid``. ``fd`` is a descriptor for it that the process sent, or -1."""
 
     def __init__(self, pid: int, fd: int = -1) -> None:
         self.pid = pid
@@ -69,7 +69,7 @@ class ProcessMemory:
         return [region for region in self.regions if region.path]
 
     def symbols(self, mapping: Mapping, wanted: re.Pattern[bytes], kind: int = FUNCTION) -> tuple[Symbol, ...]:
-        """Returns symbols matching ``wanted`` that the file mapped here as code exports."""
+        """Returns the symbols that match ``wanted`` and are exported by the file mapped here as code."""
         path = f"/proc/{self.pid}/root{mapping.path}"
         with suppress(OSError, OverflowError, IndexError, struct.error):  # the file might be damaged
             status = Path(path).stat()
@@ -79,9 +79,10 @@ class ProcessMemory:
         return ()
 
     def environment(self) -> dict[str, str]:
-        """Returns the current variables, which Python, like C, changes in memory only. Empty if unreadable.
+        """Returns the process's current variables. Empty if unreadable.
 
-        The list is the C library's; an executable that refers to it by name has its own copy.
+        ``/proc`` doesn't show changes, because Python, like C, makes them in memory only. The list is the C library's;
+        an executable that refers to it by name has its own copy.
         """
         with suppress(OSError):
             code = [mapping for mapping in self.mappings if mapping.executable]
@@ -110,7 +111,7 @@ _ENVIRONMENT = re.compile(rb"environ")
 def _exported(
     path: str, identity: tuple[int, int, int], wanted: re.Pattern[bytes], kind: int
 ) -> tuple[int, tuple[Symbol, ...]]:
-    """Returns an ELF file's symbols, and the difference between addresses and offsets of its code."""
+    """Returns an ELF file's symbols, and the difference between the addresses and file offsets of its code."""
     with open(path, "rb") as file:
 
         def part(offset: int, size: int) -> bytes:

@@ -56,9 +56,9 @@ def kills_of(pid: int, before: KillCounts, now: KillCounts, kernel_log: str) -> 
 def deaths_between(
     first: int, last: int, living: Collection[int], kernel_log: str, *, most: int = 4
 ) -> tuple[str, ...]:
-    """Returns log lines about processes killed by a fault or the OOM killer, with pids between ``first`` and ``last``.
+    """Returns log lines about processes with pids between ``first`` and ``last`` that a fault or the OOM killer killed.
 
-    A reaped worker has a pid between its parent's and its replacement's.
+    A worker that was already reaped has a pid between its parent's and its replacement's.
     """
     by_pid = {}
     for line in kernel_log.splitlines():

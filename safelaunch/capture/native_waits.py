@@ -2,8 +2,9 @@
 
 ``with lock:``, ``work.wait()`` and a C extension that waits for its own threads look the same from Python. The search
 goes up from the sleeping thread's stack pointer, which the kernel knows. The first return address after a call of one
-of the C library's waits is in the waiting code. Remains of earlier calls can lie in between, so other calls don't
-count. A call through a register does, except in Python itself, so that a false match can't be taken for a Python lock.
+of the C library's waits is in the waiting code. Leftovers of earlier calls can lie in between, so calls of other
+functions don't count. A call through a register does count, but not in Python itself, because a false match there would
+be taken for a Python lock.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Resting:
         self._left = MAX_THREADS
 
     def rests_in(self, syscall: str) -> str:
-        """Returns ``lock`` or ``gil`` for Python's, else the name of the file with the waiting code; empty if unknown.
+        """Returns ``lock`` or ``gil`` if Python itself waits, else the file with the waiting code; empty if unknown.
 
         ``syscall`` is the text of ``/proc/<pid>/task/<tid>/syscall``.
         """
@@ -66,9 +67,9 @@ class Resting:
     def libraries(self, syscall: str) -> tuple[str, ...]:
         """Returns the files on a thread's native stack, except the C and C++ libraries.
 
-        They show which library started the thread, whatever it waits in. The result contains ``?`` if the stack is
-        unreadable or too deep. Remains of earlier calls can add files, but no file on the stack is missing. ``syscall``
-        as for ``rests_in``.
+        They show which library started the thread, whatever code it is waiting in. The result contains ``?`` if the
+        stack is unreadable or too deep. Leftovers of earlier calls can add files, but no file on the stack is missing.
+        ``syscall`` is the same as for ``rests_in``.
         """
         fields = syscall.split()
         if len(fields) != 9:
@@ -149,7 +150,7 @@ class Resting:
         return mappings[at] if at >= 0 and address < mappings[at].end else None
 
     def shared_futex(self, arguments: Sequence[int]) -> tuple[str, str]:
-        """Returns path and identity of the mapped file with a futex that processes share.
+        """Returns the path and identity of the mapped file that contains a futex shared by processes.
 
         The path ends with `` (deleted)`` if no process can open it by name any more. It is ``?`` if unreadable, and
         empty if the futex is private. ``arguments`` are the system call's.

@@ -22,13 +22,16 @@ _WARNING = re.compile(
 
 
 def path_of(pattern: str, host: str, pid: int) -> Path:
-    """Returns a process's log file. NCCL replaces ``%h`` by the host name up to its first dot, ``%p`` by the pid."""
+    """Returns a process's log file.
+
+    NCCL replaces ``%h`` with the host name up to its first dot, and ``%p`` with the pid.
+    """
     values = {"%h": host.partition(".")[0], "%p": str(pid), "%%": "%"}
     return Path(re.sub("%[hp%]", lambda match: values[match[0]], pattern))
 
 
 def warnings_in(text: str) -> dict[int, tuple[str, ...]]:
-    """Maps each pid to its distinct warnings in order; if there are many, to the first and last ones."""
+    """Maps each pid to its distinct warnings in order. If there are many, only the first and last ones are included."""
     by_pid: dict[int, dict[str, None]] = {}
     for match in _WARNING.finditer(text):
         by_pid.setdefault(int(match["pid"]), {})[match["text"].strip()[:MAX_CHARACTERS]] = None
@@ -41,7 +44,7 @@ def _ends(texts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def logs_of(paths: Iterable[Path], folder: str, pids: Sequence[int]) -> Mapping[int, NcclLog]:
-    """Maps each of ``pids`` to its log. ``folder`` is the files' place in the bundle. Skips unreadable files."""
+    """Maps each of ``pids`` to its log. ``folder`` is the logs' folder in the bundle. Skips unreadable files."""
     logs: dict[int, NcclLog] = {}
     for path in paths:
         for pid, warnings in warnings_in(_read(path)).items():

@@ -1,10 +1,10 @@
 """Queries NCCL's RAS service, which reports a job's communicators and the state of their processes.
 
-The service speaks lines of text on localhost, port 28028 or the one in ``NCCL_RAS_ADDR``. All processes of a node share
-the port, even across jobs, so it is queried only if no process outside this job listens on it.
+The service uses a line-based text protocol on localhost, port 28028 or the one in ``NCCL_RAS_ADDR``. All processes of a
+node share the port, even across jobs, so it is queried only if no process outside this job listens on it.
 
-JSON exists since NCCL 2.28.7; up to 2.28.9 it lacks a comma before each missing rank. NCCL before 2.28 might crash, so
-it isn't queried. NCCL before 2.29.2 might crash if a rank of several communicators is missing.
+JSON is available since NCCL 2.28.7; up to 2.28.9, it lacks a comma before each missing rank. NCCL before 2.28 might
+crash, so it isn't queried. NCCL before 2.29.2 might crash if a rank of several communicators is missing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def ask(
 
     Args:
         libraries: NCCL versions from Flight Recorder dumps.
-        spare: Why a crash of one of the job's processes would do harm; empty if it wouldn't.
+        spare: Reason why a crash of a process of the job would do harm; empty if it wouldn't.
     """
     loaded = within_or(None, 1.0, "/proc/<pid>/maps", lambda: _loaded(pids))
     if loaded is None:
@@ -91,7 +91,7 @@ def _loaded(pids: Sequence[int]) -> tuple[int, str] | None:
 
 
 def version_in(*texts: str) -> Version:
-    """Returns the first version in these texts (``2.28.9``, ``libnccl.so.2.28.9``); empty without one."""
+    """Returns the first version in these texts (``2.28.9``, ``libnccl.so.2.28.9``); empty if there is none."""
     version = next((match for text in texts if (match := re.search(r"\b(\d+)\.(\d+)\.(\d+)", text))), None)
     return tuple(map(int, version.groups())) if version else ()
 
@@ -132,7 +132,7 @@ def port_of(address: str) -> int:
 
 
 def _first_answer(addresses: Sequence[tuple[str, int]], until: float) -> tuple[str, str]:
-    """Retries only if no process answered the handshake."""
+    """Returns the first address's answer. Tries the next address only if no process answered the handshake."""
     reasons = []
     for number in range(ATTEMPTS):
         address = addresses[number % len(addresses)]
@@ -152,7 +152,10 @@ class _RasConnection:
         self._data = bytearray()
 
     def begin(self, until: float) -> None:
-        """Shakes hands. Raises OSError if nothing answers, CaptureError if the peer uses another protocol."""
+        """Performs the handshake.
+
+        Raises OSError if no process answers, CaptureError if the peer uses another protocol.
+        """
         first = self._say("CLIENT PROTOCOL 2", until)
         if not first.upper().startswith("SERVER PROTOCOL "):
             raise CaptureError(f"not a RAS service: {first[:80]!r}", kind="broken")

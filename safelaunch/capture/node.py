@@ -1,6 +1,6 @@
 """Collects a job's environment on this node: variables, versions, resources.
 
-Everything is read from files: nothing of the job is imported or run.
+Everything is read from files: none of the job's code is imported or run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class NodeSubject:
 
 
 def sources() -> Mapping[str, Callable[[NodeSubject], Result[Any] | None]]:
-    """Returns the sources of a node's evidence, by field of ``NodeFiles``; None if one doesn't apply."""
+    """Returns the sources of this node's evidence, by field of ``NodeFiles``.
+
+    A source returns None if it doesn't apply.
+    """
     return {
         "gpus": lambda _: gpu.gpus(deadline_s=DEADLINE_S),
         "nvidia_smi": lambda _: gpu.nvidia_smi_text(deadline_s=DEADLINE_S),
@@ -77,7 +80,10 @@ def environment_of(pid: int, *, deadline_s: float = 2.0) -> Result[dict[str, str
 
 
 def parse_environ(raw: bytes) -> dict[str, str]:
-    """Parses NUL-separated ``NAME=value`` entries; skips others (the process rewrote its title)."""
+    """Parses NUL-separated ``NAME=value`` entries.
+
+    Skips other text, which is there if the process rewrote its title.
+    """
     entries = (entry.partition("=") for entry in raw.decode("utf-8", "replace").split("\0"))
     return {name: value for name, equals, value in entries if equals and name}
 
@@ -206,7 +212,7 @@ def _network_within(deadline_s: float) -> dict[str, dict[str, str | int]]:
 def network(root: Path = Path("/sys/class")) -> dict[str, dict[str, str | int]]:
     """Returns the network interfaces that are up or hardware, and the ports of InfiniBand devices (``mlx5_0/1``).
 
-    Each has its state, speed, MTU and nonzero error counters, as far as they are known.
+    Each has its known state, speed, MTU and nonzero error counters.
     """
     links: dict[str, dict[str, str | int]] = {}
     for path in sorted((root / "net").glob("*")):

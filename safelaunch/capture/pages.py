@@ -60,14 +60,14 @@ class ProgressPage:
 
     @property
     def intact(self) -> bool:
-        """True unless the page was overwritten, which makes it worthless."""
+        """True unless the page was overwritten, which makes it useless."""
         words = self._words
         named = self._named
         return words[layout.READY] == layout.MAGIC and (named is None or words[layout.PID] == named[2])
 
     @property
     def named(self) -> tuple[int, int, int]:
-        """(attempt, rank, pid) from the file name; (-1, -1, -1) for another form of name."""
+        """Parses (attempt, rank, pid) from the file name; (-1, -1, -1) if the name has another form."""
         return self._named or (-1, -1, -1)
 
     @property
@@ -89,8 +89,8 @@ class ProgressPage:
     def begin_question(self) -> bool:
         """Announces a request to a handler that needs the GIL. Returns False if the rank is exiting.
 
-        The request is announced before the state is read, and an exiting rank does the reverse, so one side always
-        notices.
+        The supervisor announces the request, then reads the rank's state. An exiting rank sets its state, then looks
+        for requests. So at least one side notices the other.
         """
         with self._asking:
             self._words[layout.ASKED] += 1
@@ -101,7 +101,7 @@ class ProgressPage:
         return False
 
     def withdraw_question(self) -> None:
-        """Undoes ``begin_question`` for a request that reached no handler.
+        """Withdraws the announced request, because it reached no handler.
 
         After a timeout the request stays announced, because its handler might still be waiting for the GIL.
         """
@@ -110,11 +110,11 @@ class ProgressPage:
 
     @property
     def owes_answer(self) -> bool:
-        """True if an earlier request has no answer, so its handler might still be waiting for the GIL."""
+        """True if an earlier request is still unanswered, so its handler might still be waiting for the GIL."""
         return self._words[layout.ANSWERED] < self._words[layout.ASKED]
 
     def announce_end(self) -> None:
-        """Notifies the agent that the next SIGTERM comes from safelaunch and needs no traceback."""
+        """Notifies the agent that safelaunch will send the next SIGTERM, so that it prints no traceback."""
         self._words[layout.ENDING] = 1
 
     @property
@@ -122,7 +122,7 @@ class ProgressPage:
         return self._words[layout.ACK] != 0
 
     def marks(self) -> tuple[int, int, int, int]:
-        """Returns the words that show progress: (last step ns, user steps, state, last mark ns)."""
+        """Returns the progress fields: (last step ns, user steps, state, last mark ns)."""
         w = self._words
         return w[layout.LAST_STEP_NS], w[layout.USER_STEPS], w[layout.STATE], w[layout.MARKED_NS]
 
@@ -308,12 +308,12 @@ class Roster:
                 self._damaged.append(rank)
 
     def damaged(self) -> tuple[int, ...]:
-        """Returns the ranks with pages found damaged since the last call."""
+        """Returns the ranks whose pages were found damaged since the last call."""
         damaged, self._damaged = self._damaged, []
         return tuple(damaged)
 
     def _find_pages(self) -> None:
-        """Reads the directory only if its files changed, or if a page wasn't ready."""
+        """Finds new pages. Reads the directory only if its files changed, or if a page wasn't ready."""
         try:
             changed_ns = os.stat(self._directory).st_mtime_ns  # noqa: PTH116 - several times a second
             if changed_ns == self._seen_ns:
@@ -345,10 +345,10 @@ class Roster:
     def pages(self) -> dict[int, ProgressPage]:
         """Returns one page per rank of the newest attempt.
 
-        Several processes can claim a rank, for example if a shell first runs a helper. Preferred are, in this order: a
-        process that marks steps, one with the rank in its environment, one that imported torch, one that hasn't exited,
-        the worker itself, the latest claim. If some process has a rank in its environment, those without one count only
-        if they mark steps.
+        Several processes can claim a rank, for example if a shell first runs a helper. Its page is from the process
+        that, in order of preference, marks steps, has the rank in its environment, imported torch, hasn't exited, is
+        the worker itself, or made the latest claim. If some process has a rank in its environment, processes without
+        one count only if they mark steps.
         """
         claims: dict[int, list[ProgressPage]] = {}
         for page in self._pages.values():

@@ -1,7 +1,7 @@
 """Reads the kernel's view of a process from ``/proc/<pid>`` (proc(5)).
 
-This works even if the process is stopped, frozen, in D state, or a zombie. A stuck process might hold the lock of
-``cmdline``, ``syscall`` and ``io`` forever, so they are read within a deadline.
+This works even if the process is stopped, frozen, in D state, or a zombie. If a process is stuck, reading ``cmdline``,
+``syscall`` and ``io`` might wait for a lock forever, so these are read within a deadline.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _WAKES_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Facts that a process reported about itself. Other processes need the right to trace it."""
+    """Facts that a process reported about itself. To read them, other processes need the right to trace it."""
 
     calls: Mapping[int, str]  # threads' ``syscall`` files
     waits: Mapping[int, str]  # threads' ``wchan`` files
     memory: int = -1  # descriptor of its memory; -1 without one
 
     def of(self, name: str, tid: int) -> str:
-        """Returns a thread's file ``name``; empty if not reported, or if the kernel has none."""
+        """Returns the contents of a thread's file ``name``; empty if not reported, or if the kernel has none."""
         text = {"syscall": self.calls, "wchan": self.waits}.get(name, {}).get(tid, "")
         return "" if text == "0" else text
 
@@ -57,7 +57,7 @@ NOTHING = Own({}, {})
 
 
 def parse_syscall(text: str) -> tuple[int, tuple[int, ...]] | None:
-    """Parses ``/proc/<pid>/syscall`` into number and arguments; None outside a system call."""
+    """Parses ``/proc/<pid>/syscall`` into the call's number and arguments; None if the thread isn't in a call."""
     fields = text.split()
     if len(fields) < 7 or fields[0] in ("running", "-1"):
         return None
@@ -136,7 +136,7 @@ def read_quick(pid: int) -> ProcessState:
 
 
 def is_fork(pid: int, page_name: str) -> bool:
-    """True if a child runs its rank's program, which maps the rank's page, and has no POSIX timer."""
+    """Returns True if a child runs its rank's program: it maps the rank's page, and has no POSIX timer."""
     try:
         timers = _text(Path(f"/proc/{pid}/timers"))
         return not timers and f"/pages/{page_name}\n" in _text(Path(f"/proc/{pid}/maps")) + "\n"
@@ -151,7 +151,7 @@ def state_letter(pid: int) -> str:
 
 
 def orphans(pid: int, table: process.ProcessTable) -> list[ProcessId]:
-    """Returns processes of the session led by ``pid`` (as ranks under torchrun do) with ended parents."""
+    """Returns the processes in the session led by ``pid`` (as ranks under torchrun do) that have lost their parents."""
     if _session(pid) != pid:
         return []
     family = {pid, *(descendant.pid for descendant in process.descendants([pid], table=table))}
@@ -173,8 +173,8 @@ def role_of(state: ProcessState | None, stacks: tuple[StackSample, ...] = ()) ->
     """Returns the role of a rank's child: ``dataloader worker``, ``resource tracker``, ``forkserver`` or ``child``.
 
     The stack identifies a DataLoader's worker for every start method (``_worker_loop`` of
-    ``torch/utils/data/_utils/worker.py``). The command line, which forked children share, identifies multiprocessing's
-    helpers.
+    ``torch/utils/data/_utils/worker.py``). The command line identifies multiprocessing's helpers. A forked child has
+    the same one as its parent.
     """
     frames = [frame for sample in stacks for thread in sample.threads for frame in thread.frames]
     if any(f.function == "_worker_loop" and f.file.endswith("utils/data/_utils/worker.py") for f in frames):
@@ -191,7 +191,7 @@ def role_of(state: ProcessState | None, stacks: tuple[StackSample, ...] = ()) ->
 def _details(
     pid: int, letter: str, locks: Sequence[file_locks.LockRow] | None, own: Own
 ) -> tuple[tuple[ThreadState, ...], tuple[str, ...], tuple[FileLock, ...], list[str]]:
-    """Reads threads, command line and file locks, which can block. Returns notes, too."""
+    """Returns threads, command line, file locks, and notes. Reading the first three can block."""
     notes: list[str] = []
     denied: set[str] = set()
     memory = ProcessMemory(pid, own.memory)
@@ -226,7 +226,10 @@ def _details(
 def _locks(
     pid: int, threads: tuple[ThreadState, ...], node_locks: Sequence[file_locks.LockRow] | None
 ) -> tuple[FileLock, ...]:
-    """Includes other processes' locks only if the main thread sleeps, so that it might be polling for a lock."""
+    """Returns the process's file locks.
+
+    Includes other processes' locks only if the main thread sleeps, because then it might be polling for one.
+    """
     asleep = any(thread.tid == pid and kind_of(thread) in ("sleep", "select") for thread in threads)
     try:
         return file_locks.locks_of(pid, of_others=asleep, table=node_locks)
@@ -347,7 +350,7 @@ def _text(path: Path) -> str:
 
 
 class Scheduled(NamedTuple):
-    """A thread's scheduling. It hasn't run between two moments with equal ``marks``."""
+    """A thread's scheduling state. If its ``marks`` are equal at two moments, it didn't run in between."""
 
     runs: bool
     marks: tuple[int | str, ...]
@@ -365,7 +368,7 @@ def scheduled(pid: int) -> dict[int, Scheduled]:
 
 
 def tids_inside(pid: int) -> dict[int, int]:
-    """Maps thread ids in a container's pid namespace to ids here; empty without a namespace."""
+    """Maps thread ids in the pid namespace of a process's container to ids here; empty if it has no own namespace."""
     tids: dict[int, int] = {}
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/task").iterdir():

@@ -21,7 +21,7 @@ _ADD_CAPABILITY = "docker run --cap-add=SYS_PTRACE, or securityContext.capabilit
 
 @dataclass(frozen=True)
 class PtraceFacts:
-    """Facts that decide if this process is allowed to trace another."""
+    """Facts that determine whether this process is allowed to trace another."""
 
     alive: bool
     same_user: bool

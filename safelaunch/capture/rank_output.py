@@ -1,4 +1,4 @@
-"""Reads the ranks' output: its recorded end, files that receive it, and an unfinished line on the terminal."""
+"""Reads the ranks' output: its recorded end, the files that receive it, and an unfinished line on the terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UP = re.compile(rb"(?:\x1b\[A)*\Z")
 class UnfinishedLine:
     """Counts the line feeds that move the cursor below the ranks' output on this process's stderr.
 
-    It takes several if a progress bar moved the cursor up. Output that bypasses Python's streams isn't seen.
+    Several are needed if a progress bar moved the cursor up. Output that bypasses Python's streams isn't seen.
     """
 
     def __init__(self, pages: Path) -> None:
@@ -29,7 +29,10 @@ class UnfinishedLine:
         self._streams: dict[int, frozenset[int]] = {}  # pid → its streams that share our stderr
 
     def line_feeds(self, since_ns: int) -> int:
-        """Returns 0 if the last output since then (CLOCK_REALTIME) ends with a line feed. Raises OSError."""
+        """Returns how many line feeds are needed; 0 if the last output since then (CLOCK_REALTIME) ends with one.
+
+        Raises OSError.
+        """
         newest, last = since_ns, b""
         for path in self._pages.glob(f"*{layout.RING_SUFFIX}"):
             name = layout.parse_page_name(path.name.removesuffix(layout.RING_SUFFIX))
@@ -96,9 +99,9 @@ FILE_DEADLINE_S = 1.0
 
 
 def ends_of_files(pids: Mapping[int, int]) -> dict[tuple[int, ...], list[Result[str]]]:
-    """Reads the ends of the files that get the output of ranks (rank → pid), by the ranks that use each.
+    """Reads the ends of the files that receive the ranks' output. Each key has the ranks that share a file.
 
-    Skips pipes and terminals, because reading would take the output away.
+    ``pids`` is rank → pid. Skips pipes and terminals, because reading would take the output away.
     """
     files: dict[tuple[int, int], tuple[Path, list[int]]] = {}
     for rank, pid in sorted(pids.items()):
@@ -115,7 +118,7 @@ def ends_of_files(pids: Mapping[int, int]) -> dict[tuple[int, ...], list[Result[
 
 
 def _end_of(path: Path) -> str:
-    """Reads the last lines of a file in use. Opens it separately, so that its writers' position doesn't change."""
+    """Reads the last lines of a file in use. Opens it separately, so that the writers' file position doesn't change."""
 
     def read() -> bytes:
         with path.open("rb") as file:

@@ -19,10 +19,10 @@ _NAMES_AND_OURS = (Frame, Collective, FlightRecord, Verdict, Artifact)
 
 
 def without_secrets(value: T, redactor: Redactor) -> T:
-    """Removes secrets from every text and dump in ``value`` (records, dataclasses, lists, dicts, texts, dumps).
+    """Removes secrets from every string and dump in ``value`` (records, dataclasses, lists, dicts, strings, dumps).
 
-    The job's own text also loses its short secrets. Names of its files and functions, and safelaunch's text, lose only
-    unmistakable ones. Returns the same object if nothing changes.
+    Text that the job wrote also loses its short secrets. Names of its files and functions, and safelaunch's own text,
+    lose only unmistakable secrets. Returns the same object if nothing changes.
     """
     result: T = _cleaned(value, redactor, redactor.job_text)
     return result

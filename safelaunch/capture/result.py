@@ -1,4 +1,4 @@
-"""Reads one source of evidence, guarded against errors and against waiting forever."""
+"""Reads one source of evidence without failing or waiting forever."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Result(Generic[T]):
 
 
 def attempt(how: str, source: Callable[[], T]) -> Result[T]:
-    """Calls ``source``. The reason for a failure is a ``CaptureError``'s message, or another error's type and text."""
+    """Calls ``source``. On failure, the reason is the ``CaptureError``'s message, or another error's type and text."""
     begin = time.monotonic()
     try:
         value = source()
@@ -45,9 +45,9 @@ def attempt(how: str, source: Callable[[], T]) -> Result[T]:
 def within(deadline_s: float, what: str, source: Callable[[], T]) -> T:
     """Runs ``source`` in a daemon thread, and abandons it after ``deadline_s`` seconds.
 
-    The kernel might never finish some reads: of ``/proc`` files with a lock that a process in D state holds, or of a
-    dead mount. The abandoned thread stays until the kernel releases it. Raises ``CaptureError`` (kind ``timeout``) at
-    the deadline, and any error of ``source``.
+    The kernel might never finish some reads, for example on a dead mount, or of ``/proc`` files if a process in D state
+    holds their lock. The abandoned thread stays until the kernel releases it. Raises ``CaptureError`` (kind
+    ``timeout``) at the deadline, and any error of ``source``.
     """
     values: list[T] = []
     errors: list[BaseException] = []

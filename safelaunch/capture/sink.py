@@ -1,7 +1,7 @@
 """Receives files of evidence, and refuses files that come too late.
 
-The bundle must hold exactly what the verdict used. So each step of a late source, files and evidence together, counts
-as a whole or not at all.
+The bundle must hold exactly what the verdict used. So each step of a late source, with its files and evidence, counts
+either completely or not at all.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ FileContent = tuple[Artifact, bytes | None]  # None if it is missing
 
 
 class Late(Exception):
-    """The source's time is over, and its files are refused."""
+    """Raised because a source's time is over; its files are refused."""
 
 
 class Sink:
     """Accepts artifacts; this base class writes none. ``redactor`` removes secrets.
 
-    Slow work is in ``made`` and its variants, done by ``maker`` (the innermost sink); ``put`` is short.
+    ``maker``, the innermost sink, does slow work in ``made`` and its variants; ``put`` is short.
     """
 
     def __init__(self, redactor: Redactor, maker: Sink | None = None) -> None:
@@ -50,12 +50,12 @@ class Sink:
         self.put(self.maker.made_json(artifact, value))
 
     def add_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> None:
-        """Copies a file that the job wrote: a ``dump`` whole or not at all, the end of a log."""
+        """Copies a file that the job wrote: a ``dump`` completely or not at all, a log only at its end."""
         self.put(self.maker.made_file(artifact, source, dump=dump))
 
 
 class Gate(Sink):
-    """A source's access to ``sink`` until ``close``; afterwards each attempt raises ``Late``."""
+    """A source's access to ``sink`` until ``close``. After that, each attempt raises ``Late``."""
 
     def __init__(self, sink: Sink) -> None:
         super().__init__(sink.redactor, sink.maker)
@@ -72,7 +72,7 @@ class Gate(Sink):
         self.put_all([made])
 
     def put_all(self, several: list[FileContent], then: Callable[[], object] = lambda: None) -> None:
-        """Puts all files and calls ``then``, or does neither."""
+        """Writes all files and calls ``then``, or does neither."""
         with self._lock:
             if self._is_closed:
                 raise Late
@@ -86,7 +86,7 @@ class Gate(Sink):
 
 
 class FileGroup(Sink):
-    """Files that belong together, held back until ``done`` puts them."""
+    """Files that belong together, held back until ``done`` writes them."""
 
     def __init__(self, gate: Gate) -> None:
         super().__init__(gate.redactor, gate.maker)
@@ -97,6 +97,6 @@ class FileGroup(Sink):
         self._made.append(made)
 
     def done(self, then: Callable[[], object]) -> None:
-        """Puts the files; ``then`` publishes the evidence in them."""
+        """Writes the files. ``then`` publishes the evidence in them."""
         self._gate.put_all(self._made, then)
         self._made = []

@@ -1,4 +1,4 @@
-"""Finds a process's sockets, by inode, and the processes at their other ends.
+"""Finds a process's sockets and the processes at their other ends, by inode.
 
 The sources are ``/proc/<pid>/net`` (proc(5)) and sock_diag(7).
 """
@@ -31,9 +31,10 @@ def describe(pid: int, inode: int) -> str:
 
 
 def resends(pid: int) -> bool:
-    """True if a TCP peer of the process hasn't acknowledged data, so that the kernel resends it.
+    """Returns True if the kernel is resending data that a TCP peer of the process hasn't acknowledged.
 
-    The network is at fault, or was: after an outage of a minute the kernel waits for up to another minute.
+    This shows a network outage, which might already be over: after an outage of a minute, the kernel waits for up to
+    another minute before it resends.
     """
     net = Path(f"/proc/{pid}/net")
     late = {inode for name in ("tcp", "tcp6") for inode in find_resending(_read(net / name))}
@@ -50,7 +51,7 @@ _PIDFD_GETFD = 438  # on every architecture; Linux 5.6
 
 
 def times_out(pid: int, fd: int) -> bool:
-    """True if the socket has a time limit (SO_RCVTIMEO, SO_SNDTIMEO, TCP_USER_TIMEOUT), or it can't be read.
+    """Returns True if the socket has a time limit (SO_RCVTIMEO, SO_SNDTIMEO, TCP_USER_TIMEOUT), or if that is unknown.
 
     Queries a copy of the descriptor, which doesn't disturb the process.
     """
@@ -82,7 +83,7 @@ def inodes(pid: int) -> Iterator[int]:
 
 
 def descriptors(pid: int) -> Iterator[tuple[Path, str]]:
-    """Yields a process's descriptors, as paths below ``/proc``, with their targets; nothing if it can't be read."""
+    """Yields a process's descriptors, as paths below ``/proc``, with their targets; nothing if they can't be read."""
     try:
         with os.scandir(f"/proc/{pid}/fd") as entries:
             for entry in entries:
@@ -95,7 +96,7 @@ def descriptors(pid: int) -> Iterator[tuple[Path, str]]:
 def other_ends(pid: int, own: Collection[int]) -> dict[int, int]:
     """Maps the process's sockets to the sockets at their other ends on this node, all by inode.
 
-    If a connection wasn't accepted yet, its other end is the listener's socket.
+    If a connection hasn't been accepted yet, its other end is the listener's socket.
     """
     net, ends = Path(f"/proc/{pid}/net"), {}
     for name in ("tcp", "tcp6"):
@@ -116,7 +117,7 @@ def other_ends(pid: int, own: Collection[int]) -> dict[int, int]:
 
 
 def _listener(table: str, remote: str) -> int | None:
-    """Returns the socket that listens at this address, or at any; None unless exactly one matches."""
+    """Returns the socket that listens at this address, or else at any address; None unless exactly one matches."""
     host, _, port = remote.partition(":")
     listening = list(find_listening(table, int(port, 16)))
     named = address(f"{host}:{port}").rpartition(":")[0].strip("[]")
@@ -139,7 +140,7 @@ def find_resending(table: str) -> tuple[int, ...]:
 
 
 def find_listening(table: str, port: int) -> Iterator[tuple[int, str]]:
-    """Yields inode and address of each socket in ``/proc/net/tcp`` or ``tcp6`` that listens on this port."""
+    """Yields the inode and address of each socket in ``/proc/net/tcp`` or ``tcp6`` that listens on this port."""
     for fields in _rows(table):
         if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
             yield int(fields[9]), address(fields[1]).rpartition(":")[0].strip("[]")
@@ -166,7 +167,7 @@ def find_unix(table: str, inode: int) -> str:
 
 
 def address(text: str) -> str:
-    """Decodes ``0100007F:1F90`` (words in host byte order, hexadecimal) to ``127.0.0.1:8080``; IPv6 in brackets."""
+    """Decodes ``0100007F:1F90`` (hexadecimal words in host byte order) to ``127.0.0.1:8080``; IPv6 gets brackets."""
     host, _, port = text.partition(":")
     words = [int(host[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(host), 8)]
     raw = b"".join(words)

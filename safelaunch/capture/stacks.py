@@ -2,8 +2,9 @@
 
 A process that might be healthy is never stopped (``--nonblocking``). A ptrace stop ends ``recv`` with a timeout,
 ``semop``, ``epoll_wait`` and ``sigtimedwait`` with EINTR, which C code often treats as an error. It also shortens a
-write to a full pipe, and unbuffered Python (``python -u``, as torchrun starts ranks) drops the rest. The price: if a
-thread runs during the read, its stack can mix two moments. The scheduler's counters show which threads ran.
+write to a full pipe, and unbuffered Python (``python -u``, as torchrun starts ranks) drops the rest. The disadvantage
+is that the stack of a thread that runs during the read can mix two moments. The scheduler's counters show which threads
+ran.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def parse(data: bytes, *, pid: int, at_s: float, how: str, native: bool = False)
 
 
 def _arguments(frames: Iterable[_SpyFrame]) -> CallArguments | None:
-    """Returns the ranks and tag in the innermost c10d call, and drops all other local variables."""
+    """Returns the ranks and tag in the innermost c10d call, dropping all other local variables."""
     frame = next((frame for frame in frames if frame.filename.endswith(_C10D)), None)
     values = {
         local.name: int(local.repr)
@@ -127,7 +128,7 @@ def _arguments(frames: Iterable[_SpyFrame]) -> CallArguments | None:
 
 
 def _names_of_key(frames: Sequence[_SpyFrame]) -> tuple[tuple[str, str], ...]:
-    """Returns the numbers and strings in the innermost line, if it waits for a store key."""
+    """Returns the numbers and strings in the store key that the innermost line waits for; empty if it doesn't wait."""
     inner = next((frame for frame in frames if frame.filename.endswith(".py")), None)
     if inner is None or not inner.locals or is_library(inner.filename):
         return ()
@@ -143,7 +144,7 @@ def _names_of_key(frames: Sequence[_SpyFrame]) -> tuple[tuple[str, str], ...]:
 def _lock_file(frames: Iterable[_SpyFrame]) -> str:
     """Returns the file that library ``filelock`` polls, or the lock file of a build of torch's C++ extensions.
 
-    ``filelock`` opens the file only for each attempt, so descriptors don't show it.
+    ``filelock`` opens the file only during each attempt, so it isn't among the process's descriptors.
     """
     for frame in frames:
         if "/filelock/" in frame.filename:
@@ -169,9 +170,9 @@ def dump(
 ) -> Result[StackSample]:
     """Runs py-spy once on ``pid``, for at most ``deadline_s`` seconds; never raises.
 
-    If a killed py-spy leaves the process stopped, resumes it. ``native`` adds C frames, unless ``nonblocking``. Local
-    variables show the peer of a send or receive, at no measurable cost. py-spy reads them less reliably than frames, so
-    they are omitted if that fails.
+    If a killed py-spy leaves the process stopped, resumes it. ``native`` adds C frames, unless ``nonblocking``. Also
+    reads local variables, which show the peer of a send or receive, at no measurable cost. If py-spy fails to read
+    them, reads only frames, which is more reliable.
     """
     native = native and not nonblocking
     options = ["--nonblocking"] * nonblocking + ["--native"] * native
@@ -198,7 +199,7 @@ def dump(
 
 
 def _with_tids_here(sample: StackSample) -> StackSample:
-    """Replaces the thread ids of a process in a container: py-spy on Python 3.11+ reports inner ids."""
+    """Converts the thread ids of a process in a container: for Python 3.11+, py-spy reports the container's ids."""
     inside = proc.tids_inside(sample.pid)
     if not inside:
         return sample
@@ -218,7 +219,7 @@ def stack_of(
 ) -> Result[StackSample]:
     """Reads the stacks of ``pid`` without stopping it, for at most ``deadline_s`` seconds; never raises.
 
-    ``state`` is an earlier view of the process, which shows if its pid was reused.
+    ``state`` is an earlier view of the process, which shows whether its pid has been reused.
     """
     begin = time.monotonic()
     until = begin + deadline_s
@@ -234,9 +235,9 @@ def stack_of(
 
 
 def settled(pid: int, until: float, read: Callable[[], Result[StackSample]]) -> Result[StackSample]:
-    """Reads the stacks of ``pid`` up to ``READS`` times, until no thread that sleeps now ran during the read.
+    """Reads the stacks of ``pid`` up to ``READS`` times, until no thread that is asleep now ran during the read.
 
-    Keeps each thread's first untorn stack.
+    Keeps the first stack of each thread that didn't run while it was read.
     """
     best: Result[StackSample] | None = None
     for _ in range(READS):
@@ -273,7 +274,10 @@ def _with_schedule(thread: Thread, pid: int, threads: Mapping[int, proc.Schedule
 
 
 def with_c_frames_of(pid: int, state: ProcessState | None = None, *, deadline_s: float) -> Result[StackSample]:
-    """Reads the stacks of ``pid`` with C frames, which stops it; never raises. ``state`` as for :func:`stack_of`."""
+    """Reads the stacks of ``pid`` with C frames, which stops it; never raises.
+
+    ``state`` is the same as for :func:`stack_of`.
+    """
     try:
         why = why_nonblocking(_alive(pid, state), state)
     except CaptureError as error:
@@ -293,7 +297,7 @@ def _alive(pid: int, state: ProcessState | None) -> ProcessState:
 
 
 def why_nonblocking(now: ProcessState, before: ProcessState | None = None) -> str:
-    """Returns the reason why py-spy must not stop this process, or ``""``.
+    """Returns why py-spy must not stop this process; empty if it may.
 
     D state counts only if ``before`` shows it too. Only ``before`` has system calls.
     """
@@ -363,9 +367,9 @@ def _frame(frame: Frame) -> str:
 
 
 def _resume(pid: int, begun: ProcessId | None, patience_s: float = 0.3) -> str:
-    """Resumes a process that a killed tracer left stopped; returns a note for people.
+    """Resumes a process that a killed tracer left stopped. Returns a note for the user.
 
-    The kernel detaches a dead tracer's targets and resumes them. SIGCONT ends a remaining stop.
+    The kernel detaches a dead tracer from its targets and resumes them. SIGCONT ends any remaining stop.
     """
     until = time.monotonic() + patience_s
     while (letter := proc.state_letter(pid)) in ("t", "T"):
@@ -379,7 +383,7 @@ def _resume(pid: int, begun: ProcessId | None, patience_s: float = 0.3) -> str:
 
 
 def refusal(pid: int) -> str:
-    """Returns why py-spy can't read the stacks of ``pid``; empty if it can, or if that isn't certain."""
+    """Returns why py-spy can't read the stacks of ``pid``; empty if it can, or if this is uncertain."""
     try:
         py_spy = find_py_spy()
         version = command.run([py_spy, "--version"], deadline_s=VERSION_S)

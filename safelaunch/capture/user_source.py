@@ -1,7 +1,8 @@
 """Reads the user's source, for reports and for rules that need the code around a line.
 
 Paths come from the job or a stranger's bundle and can name anything, so only regular files named ``*.py`` are read,
-also through links. The disk might not respond, so reads have a deadline, and a path that missed it isn't retried.
+even if a path leads through links. The disk might not respond, so reads have a deadline, and a path that missed it
+isn't retried.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _root: list[int] = []  # an open directory that the paths are relative to
 
 @contextmanager
 def seen_by(pid: int) -> Iterator[None]:
-    """Reads files as process ``pid`` sees them, possibly in a container."""
+    """While active, files are read as process ``pid`` sees them, possibly in a container."""
     try:
         if link_of(f"/proc/{pid}/ns/mnt") != link_of("/proc/self/ns/mnt"):
             _root.append(os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
@@ -52,14 +53,17 @@ def text(path: str) -> str | None:
 
 
 def line(path: str, number: int) -> str | None:
-    """Returns line ``number`` (from 1) of a file, or None. It might contain a hard-coded key."""
+    """Returns line ``number`` (from 1) of a file, or None. The line might contain a hard-coded key."""
     content = text(path)
     lines = content.splitlines() if content is not None else []
     return lines[number - 1] if 0 < number <= len(lines) else None
 
 
 def text_for_stranger(path: str) -> str | None:
-    """Returns ``text`` for evidence from elsewhere, in which a relative path refers to another directory."""
+    """Returns a file's text for evidence from another machine; None for a relative path.
+
+    A relative path refers to another directory here.
+    """
     return text(path) if path.startswith("/") else None
 
 

@@ -1,4 +1,4 @@
-"""Knows the names and time limits of the system calls in which threads wait."""
+"""System calls in which threads wait: their names and time limits."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ PATH_ARGUMENT = {
 
 
 def name_of(number: int, machine: str | None = None) -> str:
-    """Returns the name of a system call on ``machine`` (default: this ``platform.machine()``), or ``""``."""
+    """Returns the name of a system call on ``machine`` (default: this ``platform.machine()``), or ``""`` if unknown."""
     return _NAMES.get(machine or platform.machine(), {}).get(number, "")
 
 
 def child_of(name: str, arguments: Sequence[int]) -> int | None:
-    """Returns the process for which ``wait4`` or ``waitid`` waits; None for any child."""
+    """Returns the process for which ``wait4`` or ``waitid`` waits; None if it waits for any child."""
     if name == "wait4":
         pid = arguments[0] & 0xFFFFFFFF
     elif name == "waitid" and arguments[0] == _P_PID:
@@ -91,7 +91,7 @@ _PER_SECOND = {"select": 1e6}  # a timeval; the others are timespecs
 
 
 def ends_s(name: str, arguments: Sequence[int], memory: MemoryReader, *, now: float | None = None) -> float | None:
-    """Returns the latest time at which the call ends by itself (CLOCK_MONOTONIC, seconds); None if it has no limit.
+    """Returns the time (CLOCK_MONOTONIC, seconds) by which the call ends by itself; None if it has no limit.
 
     A thread that sleeps for a day is stuck; one that sleeps for a second might be polling. A relative limit counts from
     ``now``, because the start of the call is unknown.
@@ -122,7 +122,10 @@ def _relative(address: int, memory: MemoryReader, now: float, per_second: float 
 
 
 def _absolute(address: int, memory: MemoryReader, now: float, clock: int | None) -> float | None:
-    """Returns the time on CLOCK_MONOTONIC, in seconds. If ``clock`` is None, the limit is relative to now."""
+    """Reads a time limit at ``address``, and returns it in CLOCK_MONOTONIC seconds.
+
+    If ``clock`` is None, the stored limit is relative to ``now``.
+    """
     if clock is None or not address:
         return _relative(address, memory, now)
     seconds = _seconds(memory(address, 16), 1e9)

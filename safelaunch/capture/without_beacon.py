@@ -18,7 +18,7 @@ PROGRAM = "cm"  # options after which the arguments are the program's
 
 
 def why_without_beacon(pid: int) -> str:
-    """Returns why no process of the worker has a beacon; empty while one might still get a beacon."""
+    """Returns why no process of the worker has a beacon; empty if one might still start its beacon."""
     reasons: list[str] = []
     name = ""
     for process_id in (pid, *(child.pid for child in process.descendants([pid]))):
@@ -59,7 +59,7 @@ def _of_process(pid: int, ppid: int) -> str | None:
 
 
 def isolation(words: Sequence[str]) -> str:
-    """Returns the first option of a Python command line that disables ``sitecustomize``: I, E or S."""
+    """Returns the first option on a Python command line that disables ``sitecustomize``: I, E or S; empty if absent."""
     rest = iter(words[1:])
     for word in rest:
         if not word.startswith("-") or word in ("-", "--"):

@@ -1,7 +1,7 @@
 """Queries c10d's worker server, which answers inside each rank.
 
 The server expects ``POST /handler/<name>`` with a Content-Length; without one, torch 2.6 and 2.9 wait until they time
-out. Its answer has a Content-Length, and the connection stays open unless the request says otherwise.
+out. Its response has a Content-Length, and the connection stays open unless the request forbids it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COUNTED = "safelaunch_"  # prefix of handlers that count the requests they answ
 
 
 class Questions(Protocol):
-    """The part of a rank's page that its Python handlers need."""
+    """The part of a rank's page that tracks requests to its Python handlers."""
 
     @property
     def owes_answer(self) -> bool: ...
@@ -38,7 +38,7 @@ class Questions(Protocol):
 
 
 class Unanswered(CaptureError):
-    """A request got no usable answer; ``kind`` is absent, timeout, no handler or broken."""
+    """Raised because a request got no usable response; ``kind`` is absent, timeout, no handler or broken."""
 
     def __init__(self, kind: Failure, message: str) -> None:
         super().__init__(message, kind=kind)
@@ -52,7 +52,7 @@ def post(socket_path: str, handler: str, *, deadline_s: float) -> bytes:
 def post_to_python(socket_path: str, handler: str, questions: Questions | None, *, deadline_s: float) -> bytes:
     """Posts to a handler that needs the GIL, unless the rank is exiting.
 
-    The request is announced in ``questions``, so that the rank doesn't exit before it has answered.
+    The request is announced in ``questions``, so that the rank doesn't exit before it has responded.
     """
     if questions is None:
         return post(socket_path, handler, deadline_s=deadline_s)
@@ -95,11 +95,11 @@ def _ask(socket_path: str, method: str, handler: str, deadline_s: float) -> byte
 
 
 def gil_test(socket_path: str, questions: Questions | None = None, *, deadline_s: float = 1.0) -> GilTest:
-    """Tests if the rank's C++ side responds, and if Python code can run in it; never raises.
+    """Tests whether the rank's C++ side responds, and whether Python code can run in it; never raises.
 
-    The beacon's handler needs the GIL. It is queried twice, ``deadline_s`` seconds each: a busy Python loop releases
-    the GIL often enough to answer. Both fields stay None if the server isn't running; ``python`` if the handler is
-    missing.
+    The beacon's handler needs the GIL. It is queried twice, for up to ``deadline_s`` seconds each: a busy Python loop
+    releases the GIL often enough for a response. Both fields stay None if the server isn't running; only ``python``
+    stays None if the handler is missing.
     """
     try:
         post(socket_path, "ping", deadline_s=deadline_s)
@@ -123,7 +123,7 @@ def _decoded(answer: bytes) -> GilTest:
 
 
 def parse_head(head: bytes) -> tuple[int, int | None]:
-    """Parses status and Content-Length (None if absent) from an HTTP response's head. Raises ``ValueError``."""
+    """Parses the status and Content-Length (None if absent) from an HTTP response's head. Raises ``ValueError``."""
     first, _, rest = head.decode("latin-1").partition("\r\n")
     status = re.match(r"HTTP/1\.[01] (\d{3})", first)
     if not status:

@@ -1,4 +1,4 @@
-"""The command line: a file per subcommand. Only ``main`` prints errors."""
+"""The command line, with one module per subcommand. Errors are printed only by ``main``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COMMANDS = addons.with_commands(
 
 
 def module_of(command: str) -> Command:
-    """Returns a subcommand's module, here or in an add-on."""
+    """Returns the module of a subcommand, which can belong to an add-on."""
     if command in addons.COMMANDS:
         return addons.command(command)
     return cast("Command", import_module(f".{command}", __name__))
@@ -78,12 +78,13 @@ def _without_secrets(text: str) -> str:
 
 
 def program(module: str = "safelaunch", call: str = "from safelaunch.cli import entry; entry()") -> list[str]:
-    """Returns the command that starts another safelaunch, or one of its modules.
+    """Returns the command that starts safelaunch, or one of its modules, in another process.
 
-    Unlike ``-m``, it doesn't put the working directory, which might hold any user's modules, on the module path.
+    Unlike ``python -m``, it doesn't put the working directory on the module path, because that might hold any user's
+    modules.
 
     Args:
-        call: Code for a Python without ``-P``.
+        call: Code to run if Python lacks the option ``-P``.
     """
     if sys.version_info >= (3, 11):
         return [sys.executable, "-P", "-m", module]
@@ -91,7 +92,7 @@ def program(module: str = "safelaunch", call: str = "from safelaunch.cli import 
 
 
 def entry() -> NoReturn:
-    """Runs the console script, and exits without the interpreter's slow shutdown."""
+    """Runs the console script, then exits without the interpreter's slow shutdown."""
     _open_standard_streams()
     _import_own()
     try:
@@ -108,7 +109,7 @@ def entry() -> NoReturn:
 
 
 def _open_standard_streams() -> None:
-    """Opens closed standard streams, because our files would get their numbers and the output."""
+    """Reopens standard streams that are closed, because other files would get their numbers, and so the output."""
     for descriptor, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(descriptor)
@@ -120,9 +121,10 @@ def _open_standard_streams() -> None:
 
 
 def _leave_word(code: int) -> None:
-    """Writes the exit code to a file for a parent such as a sweep, even if the parent is killed.
+    """Writes the exit code to a file, so that a parent such as a sweep gets it even if the parent is killed meanwhile.
 
-    The variable also names the process, because a run inside the job inherits it.
+    The variable contains this process's pid, too, because a run inside the job inherits the variable and must ignore
+    it.
     """
     pid, _, path = os.environ.get("SAFELAUNCH_EXIT_FILE", "").partition(":")
     if pid != str(os.getpid()):
@@ -153,7 +155,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _run_plain(words: list[str], error: ImportError) -> int:
-    """Replaces this process by torchrun, because a broken installation of safelaunch must not stop a job."""
+    """Replaces this process by plain torchrun, because a broken installation of safelaunch must not stop a job."""
     from safelaunch.job import torchrun
     from safelaunch.job.argv import split
     from safelaunch.settings.options import OWN_OPTIONS
@@ -173,7 +175,7 @@ _DEPENDENCIES = frozenset({"msgspec", "yaml", "_yaml", "pynvml", "rich", "pygmen
 
 
 class _OwnImports:
-    """Finds our dependencies in ``directories`` only, for ``sys.meta_path``."""
+    """Import finder (for ``sys.meta_path``) that looks for safelaunch's dependencies only in ``directories``."""
 
     def __init__(self, directories: Sequence[str]) -> None:
         self._directories = list(directories)
@@ -187,7 +189,7 @@ class _OwnImports:
 
 
 def _import_own() -> None:
-    """Protects our imports, but not the job's, from modules on PYTHONPATH."""
+    """Ensures that modules on PYTHONPATH don't replace safelaunch's dependencies; the job's imports aren't affected."""
     if not os.environ.get("PYTHONPATH"):
         return
     site = sys.modules.get("site")

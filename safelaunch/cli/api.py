@@ -1,6 +1,6 @@
-"""Python API: ``safelaunch.diagnose``, and its result's types.
+"""The Python API: ``safelaunch.diagnose``, and the types of its result.
 
-``safelaunch`` loads this module when one of these names is used.
+The package ``safelaunch`` loads this module only when one of its names is used.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def diagnose(path: str | os.PathLike[str]) -> Verdict:
     """Reads evidence and returns the verdict: which rank and line hung the job, and why.
 
     ``path`` is a bundle or its ``.tar.gz``, a folder of bundles from several nodes, a run directory, or a folder of
-    Flight Recorder dumps of any job. It can be untrusted: nothing in it is run, and a separate process with bounded
-    memory and time reads it. This is ``safelaunch diagnose PATH --json``.
+    Flight Recorder dumps of any job. It can be untrusted: nothing in it is executed, and a separate process with
+    limited memory and time reads it. Does the same as ``safelaunch diagnose PATH --json``.
 
-    A verdict of confidence ``low`` without ``culprits`` means that the evidence is insufficient. Raises UsageError if
-    there is no evidence at ``path``.
+    If the evidence is insufficient, the verdict has confidence ``low`` and no ``culprits``. Raises UsageError if there
+    is no evidence at ``path``.
     """
     words = [*interpreter("safelaunch.cli", "entry"), "diagnose", "--json", "--", os.fspath(path)]
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False)
@@ -51,10 +51,10 @@ def diagnose(path: str | os.PathLike[str]) -> Verdict:
 
 
 def interpreter(module: str, function: str = "main") -> list[str]:
-    """Returns the command that calls ``function`` of ``module``, which reads ``sys.argv``, in a new interpreter.
+    """Returns the command that calls ``function`` of ``module`` in a new interpreter; it reads ``sys.argv``.
 
-    It imports this safelaunch, whose directory comes last on the module path, so that it shadows nothing. The working
-    directory, which might hold any user's modules, isn't on the path.
+    The new interpreter imports this safelaunch. Its directory comes last on the module path, so that it hides no other
+    modules. The working directory, which might hold any user's modules, isn't on the path.
     """
     root = os.fspath(Path(__file__).resolve().parents[2])
     code = f"import sys; sys.path[:1] = []; sys.path.append({root!r}); from {module} import {function} as f; f()"

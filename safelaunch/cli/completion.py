@@ -1,4 +1,4 @@
-"""``safelaunch completion SHELL``: a shell's completion script, generated with the package."""
+"""``safelaunch completion SHELL``: prints a shell's completion script, which was generated with the package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ For every new shell, add one line to its start-up file:
 
 
 def main(argv: list[str]) -> int:
-    """Prints the script, or with ``--values`` the completions it asks for; returns 0."""
+    """Prints the script, or the completions that it requests with ``--values``; returns 0."""
     words = parser().parse_args(argv)
     if words.values is not None:
         show("\n".join(_runs() if words.values == "runs" else _presets()))
@@ -43,7 +43,7 @@ def parser() -> Parser:
 
 
 def script(shell: str) -> str:
-    """Returns a shell's completion script. Raises SafelaunchError in a source tree without one."""
+    """Returns a shell's completion script. Raises SafelaunchError in a source tree, which has none."""
     try:
         return resources.files("safelaunch.cli").joinpath(f"completions/{SHELLS[shell]}").read_text(encoding="utf-8")
     except FileNotFoundError:

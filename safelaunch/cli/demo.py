@@ -46,7 +46,7 @@ NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # a warning of torch
 
 
 def main(argv: list[str]) -> int:
-    """Runs a demo; returns 0 for the expected verdict, 1 for another one, 2 for wrong options."""
+    """Runs a demo; returns 0 if the verdict is as expected, 1 if it isn't, 2 for wrong options."""
     words = parser().parse_args(argv)
     demo = DEMOS.get(words.name)
     if demo is None:
@@ -100,7 +100,10 @@ def _bundles(demo: Demo, bundle_dir: str) -> set[Path]:
 
 
 def _run_to_its_end(command: list[str]) -> tuple[int, bool]:
-    """Returns the exit code, and whether the user stopped the run. A terminal's key reaches it, too."""
+    """Runs the command; returns its exit code, and whether the user stopped it.
+
+    SIGINT isn't forwarded: Ctrl-C in the terminal reaches the child, too.
+    """
     child = subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": NO_NUMPY, **os.environ})
     stops: list[int] = []
 

@@ -1,4 +1,4 @@
-"""``safelaunch diagnose PATH``: a verdict from files."""
+"""``safelaunch diagnose PATH``: reads evidence from files and prints the verdict."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _ShownParts:
 
 
 def main(argv: list[str]) -> int:
-    """Prints the verdict; returns 0 with a verdict, 1 for insufficient evidence, 2 if PATH has none."""
+    """Prints the verdict; returns 0, or 1 if the evidence is insufficient, 2 if PATH contains none."""
     words = parser().parse_args(argv)
     called = words.path or [_newest()]
     paths = [Path("/dev/stdin") if argument == "-" else working_directory() / argument for argument in called]
@@ -117,7 +117,7 @@ def parser() -> Parser:
 
 
 def _newest() -> str:
-    """Returns the newest bundle of runs started here. Raises UsageError without one."""
+    """Returns the newest bundle of runs started in this directory. Raises UsageError if there is none."""
     latest = bundle_dir_of((), os.environ, working_directory()) / "latest"
     if not latest.exists():
         place = seen_from_here(os.fspath(latest))
@@ -159,7 +159,7 @@ def _selection(words: argparse.Namespace) -> Selection | None:
 
 
 def _targets(html: str | None, output: str | None) -> dict[str, list[Path]]:
-    """Returns the wanted files with their destinations."""
+    """Returns the names of the requested files, each with the paths to write it to."""
     here = working_directory()
     files_by_name: dict[str, list[Path]] = {}
     if output is not None:
@@ -170,7 +170,7 @@ def _targets(html: str | None, output: str | None) -> dict[str, list[Path]]:
 
 
 def check_targets(path: Path, targets: Iterable[Sequence[Path]]) -> None:
-    """Raises UsageError if a file would change the evidence or a bundle."""
+    """Raises UsageError if a target is inside the evidence or a bundle, or is a directory."""
     from safelaunch.bundle.reading.bundles import is_bundle
 
     evidence = Path(os.path.realpath(path))
@@ -187,7 +187,7 @@ def check_targets(path: Path, targets: Iterable[Sequence[Path]]) -> None:
 
 
 def _write(target: Path, text: str) -> None:
-    """Writes a file for this user alone, whole or not at all."""
+    """Writes a file that only this user can read; replaces it completely or not at all."""
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, made = tempfile.mkstemp(prefix=f".{target.name[:64]}-", dir=target.parent)
@@ -204,9 +204,9 @@ def _write(target: Path, text: str) -> None:
 
 
 def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callable[[EvidenceSource], T]) -> T:
-    """Returns ``work``'s result for the evidence at ``paths``, from a bounded child.
+    """Returns the result of ``work`` for the evidence at ``paths``, from a child with limited memory and time.
 
-    Import what ``work`` needs before the call. Raises UsageError if there is nothing to read.
+    The caller must already have imported what ``work`` needs. Raises UsageError if there is nothing to read.
     """
     from safelaunch.bundle.reading import locate
     from safelaunch.bundle.reading.guard import in_child
@@ -225,7 +225,7 @@ def read_in_child(paths: Sequence[Path], called: str, command: str, work: Callab
 
 
 def _tell(reading: EvidenceSource, path: str, wanted: _ShownParts) -> _ChildOutput:
-    """Returns the child's verdict on the evidence at ``path``."""
+    """Returns what the child prints: its verdict on the evidence at ``path``."""
     from safelaunch.verdict.diagnose import diagnose
 
     if wanted.table is not None and not wanted.files:
@@ -284,7 +284,7 @@ def _as_typed(word: str) -> str:
 
 
 def _calls(reading: EvidenceSource, chosen: Selection, *, as_json: bool) -> _ChildOutput:
-    """Returns the table of calls; its exit code is 0 if there are any."""
+    """Returns the table of calls, with exit code 0 if it contains any."""
     from safelaunch.report import calls
     from safelaunch.verdict.rank_state import CaseFacts
 
@@ -328,7 +328,7 @@ def _files(verdict: Verdict, reading: EvidenceSource, names: Collection[str]) ->
 
 
 def was_reached(verdict: Verdict) -> bool:
-    """Returns whether the verdict names a rank or node, or is certain without naming one."""
+    """Returns whether there is a useful verdict: one that names a rank or node, or is certain without naming any."""
     return bool(verdict.culprits or verdict.processes_at_fault or verdict.nodes_at_fault) or verdict.confidence != "low"
 
 

@@ -1,6 +1,6 @@
-"""``safelaunch doctor``: checks whether safelaunch can watch jobs here, and shows fixes.
+"""``safelaunch doctor``: checks whether safelaunch can watch jobs on this node, and shows fixes.
 
-``doctor_node`` collects values, ``doctor_rules`` judges them, and ``examine`` runs all.
+``doctor_node`` collects facts, ``doctor_rules`` judges them, and ``examine`` runs all checks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COLOURS = {"ok": "32", "warning": "33", "failed": "31"}
 
 
 def main(argv: list[str]) -> int:
-    """Prints every check; returns 1 if one failed, else 0."""
+    """Prints the result of every check; returns 1 if a check failed, else 0."""
     words = parser().parse_args(argv)
     checks = examine(dict(os.environ), os.getuid(), Path.cwd())
     if words.json:
@@ -72,7 +72,7 @@ def document(checks: tuple[Check, ...]) -> Document:
 
 
 def text(checks: Sequence[Check], *, width: int, colour: bool) -> str:
-    """Returns a line per check with its fix below, and a summary. On a narrow terminal, details are below names."""
+    """Returns one line per check, its fix below, and a summary. On a narrow terminal, details get their own lines."""
     column = max((len(check.name) for check in checks), default=0)
     indent = 9 + column + 2 if width >= 9 + column + 2 + _LEAST_DETAIL else 11
     lines: list[str] = []
@@ -106,7 +106,7 @@ class DoctorSubject:
 
 
 def examine(environ: Mapping[str, str], uid: int, cwd: Path) -> tuple[Check, ...]:
-    """Runs all checks, in some seconds. One that can't run becomes a warning."""
+    """Runs all checks, which takes some seconds. A check that can't run becomes a warning."""
     torch, problem = None, None
     try:
         torch = torchrun.find(environ)
@@ -198,7 +198,7 @@ def _node(subject: DoctorSubject) -> tuple[Check | None, ...]:
 
 
 def _configuration(subject: DoctorSubject) -> tuple[Check | None, ...]:
-    """Checks the environment, configuration file and bundle directory of a run started here."""
+    """Checks the environment, configuration file and bundle directory that a run started here would use."""
     own = {name: value for name, value in subject.environ.items() if name not in INTERNAL_ENV}
     try:
         version = subject.torch.version if subject.torch is not None else None

@@ -1,4 +1,4 @@
-"""Collects ``doctor_rules``' facts about the node, reading a stack, and the jobs' torch."""
+"""Collects the facts that ``doctor_rules`` judges: the node, whether stacks can be read, and the jobs' torch."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def run_root(root: Path) -> Check:
 def longest_socket(root: Path) -> int:
     """Returns the length in bytes of the longest possible socket path below ``root``.
 
-    It has the greatest pid, 100 attempts, and tens of thousands of ranks.
+    Assumes the greatest possible pid, 100 attempts, and tens of thousands of ranks.
     """
     most = text_of("/proc/sys/kernel/pid_max").strip() or "4194304"
     run = RunPaths(root / f"r{most}-99")
@@ -160,7 +160,7 @@ def {FUNCTION}():
 
 @contextmanager
 def child(python: str, tracer: int) -> Iterator[int]:
-    """Yields the pid of a waiting process. Raises CaptureError if it doesn't start."""
+    """Yields the pid of a waiting child that allows process ``tracer`` to trace it. Raises CaptureError on failure."""
     process = subprocess.Popen(
         [str(Path(python).absolute()), "-c", PROGRAM, str(tracer)],
         stdin=subprocess.PIPE,
@@ -185,7 +185,7 @@ def child(python: str, tracer: int) -> Iterator[int]:
 
 
 def attempt(pid: int, *, native: bool = False) -> Trial:
-    """Reads a stack once. Never raises."""
+    """Tries to read a process's stack once. Never raises; a failure is part of the result."""
     result = stacks.dump(
         pid, nonblocking=not native, native=native, deadline_s=NATIVE_DEADLINE_S if native else stacks.DEADLINE_S
     )
@@ -197,7 +197,10 @@ def attempt(pid: int, *, native: bool = False) -> Trial:
 
 
 def trials(python: str) -> tuple[Trial, Trial, Trial]:
-    """Tries a child that allows tracing, like a rank, one that doesn't, and C frames of the first."""
+    """Tries to read the stacks of two children, and the C frames of the first; returns the results in this order.
+
+    The first child allows tracing, as ranks do; the second doesn't. The C frames come last.
+    """
     try:
         with child(python, os.getpid()) as pid:
             like_a_rank = attempt(pid)
@@ -220,7 +223,7 @@ def py_spy() -> tuple[str, str]:
 
 
 def python_of(python: str) -> tuple[int, int]:
-    """Returns the interpreter's version, by its file's name, else this interpreter's."""
+    """Returns the interpreter's version, taken from its file name, or else the version of this interpreter."""
     match = re.fullmatch(r"python(\d+)\.(\d+)\w?", Path(python).resolve().name)
     return (int(match[1]), int(match[2])) if match else sys.version_info[:2]
 
@@ -238,7 +241,7 @@ def rights(environ: Mapping[str, str]) -> Rights:
 
 
 def place(environ: Mapping[str, str], container: bool) -> Container:
-    """Returns the kind of container, on which fixes depend."""
+    """Returns the kind of container that this process runs in, because fixes depend on it."""
     if "KUBERNETES_SERVICE_HOST" in environ or Path("/var/run/secrets/kubernetes.io").exists():
         return "kubernetes"
     if "APPTAINER_CONTAINER" in environ or "SINGULARITY_CONTAINER" in environ:
@@ -252,9 +255,9 @@ _ID = re.compile(r"containers/([0-9a-f]{12})[0-9a-f]{52}/(?:userdata/)?(?:hostna
 
 
 def container(place: Container, mounts: str) -> str:
-    """Returns this container's name for commands outside: the host name, or an id in ``mounts``.
+    """Returns the name of this container for commands outside it: an id found in ``mounts``, else the host name.
 
-    A container in its host's network has the host's name.
+    The id comes first, because a container that uses its host's network has the host's name.
 
     Args:
         mounts: Content of ``/proc/self/mountinfo``.
@@ -335,7 +338,7 @@ def ask(python: str, environ: Mapping[str, str], *, deadline_s: float = TORCH_DE
 
 
 def parse(stdout: bytes, stderr: str, code: int | None) -> TorchProbe:
-    """Returns the document on the last output line, or why it is missing."""
+    """Parses the document on the last line of output; if there is none, the result says why."""
     lines = stdout.splitlines()
     try:
         report: dict[str, Any] = json.loads(lines[-1])

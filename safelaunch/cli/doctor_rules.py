@@ -1,4 +1,4 @@
-"""Judges facts about a node, and gives fixes."""
+"""Judges facts about a node, and suggests fixes."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ class Rights:
 
 
 def py_spy_check(path: str, version: str, python: tuple[int, int]) -> Check:
-    """Checks py-spy.
+    """Checks whether py-spy is installed and supports this Python.
 
     Args:
-        path: Empty if it isn't installed.
-        version: Its own answer, such as ``0.4.3``.
+        path: Path of py-spy; empty if it isn't installed.
+        version: Version that it reports, such as ``0.4.3``.
     """
     name = "py-spy"
     if not path:
@@ -119,7 +119,7 @@ def py_spy_check(path: str, version: str, python: tuple[int, int]) -> Check:
 
 
 def attach_check(trial: Trial, rights: Rights) -> Check:
-    """Judges the trial on a child that allows tracing, as ranks with a beacon do."""
+    """Judges the attempt to read a child that allows tracing, as ranks with a beacon do."""
     name = "reading stacks"
     if not trial.problem:
         note = "; you ran this as root: run it again as the user who runs the jobs" if rights.root else ""
@@ -152,13 +152,13 @@ def remedy(rights: Rights) -> str:
 
 
 def way_in(rights: Rights, own: str, as_root: str, container: str) -> str:
-    """Returns the command that reads a running job's stacks after the kernel refused it.
+    """Returns a command that can read a running job's stacks after the kernel denied access.
 
-    A container's processes can't get a missing capability, but a new process can.
+    Processes in a container can't acquire a missing capability, so the command starts a new process that has it.
 
     Args:
-        own: The refused command.
-        as_root: The same for root.
+        own: Command that was denied.
+        as_root: The same command, run as root.
         container: Name of the container, if any.
     """
     if rights.yama == 3 or rights.capable:
@@ -175,7 +175,7 @@ def way_in(rights: Rights, own: str, as_root: str, container: str) -> str:
 
 
 def stranger_check(trial: Trial, rights: Rights) -> Check:
-    """Judges the trial on a child without permission, such as a rank's spawned child."""
+    """Judges the attempt to read a child that doesn't allow tracing, such as a process that a rank spawned."""
     name = "reading stacks of spawned children"
     if not trial.problem:
         return ok(name, "works, also for processes without a beacon")
@@ -185,7 +185,7 @@ def stranger_check(trial: Trial, rights: Rights) -> Check:
 
 
 def native_check(trial: Trial) -> Check:
-    """Judges the trial with C frames, which distinguish a Python lock from a wait in C++."""
+    """Judges the attempt to read C frames, which distinguish a Python lock from a wait in C++."""
     name = "reading C frames"
     if not trial.problem:
         return ok(name, f"works with py-spy --native, in {1000 * trial.took_s:.0f} ms")
@@ -216,7 +216,11 @@ class TorchProbe:
 
 
 def version_check(version: str, package: str, options: int) -> Check:
-    """Checks torch's version. ``options`` is the number of options in torchrun's source; 0: our table is used."""
+    """Checks torch's version.
+
+    Args:
+        options: Number of options found in torchrun's source; if 0, safelaunch's own table is used.
+    """
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     where = f"{version or 'of unknown version'}, {package}"
     if numbers and numbers < OLDEST_TORCH:
@@ -240,7 +244,7 @@ def import_check(probe: TorchProbe) -> Check:
 
 
 def server_check(probe: TorchProbe) -> Check | None:
-    """Checks c10d's worker server, which a hung rank answers through. None if torch wasn't imported."""
+    """Checks c10d's worker server, through which a hung rank can still respond. None if torch wasn't imported."""
     name = "worker server"
     if probe.problem or not probe.distributed:
         return None
@@ -256,7 +260,7 @@ def server_check(probe: TorchProbe) -> Check | None:
 
 
 def recorder_check(probe: TorchProbe) -> Check | None:
-    """Checks c10d's Flight Recorder of recent collectives. None if torch wasn't imported."""
+    """Checks c10d's Flight Recorder, which records recent collectives. None if torch wasn't imported."""
     name = "Flight Recorder"
     if probe.problem or not probe.distributed or not probe.server:
         return None
@@ -273,7 +277,7 @@ def recorder_check(probe: TorchProbe) -> Check | None:
 
 
 def beacon_check(probe: TorchProbe) -> Check | None:
-    """Checks whether ranks run our sitecustomize. None if unknown."""
+    """Checks whether ranks run safelaunch's sitecustomize module. None if unknown."""
     name = "beacon"
     if probe.problem:
         return None
@@ -291,12 +295,12 @@ def beacon_check(probe: TorchProbe) -> Check | None:
 
 
 def gpu_check(count: int, missing: str, kind: Failure, cuda: str | None, devices: bool) -> Check:
-    """Checks NVML.
+    """Checks whether NVML lists the GPUs.
 
     Args:
-        missing: Why it returned nothing, of kind ``kind``.
-        cuda: torch's CUDA version; empty for a build without, None without torch.
-        devices: ``/dev/nvidia*`` exist.
+        missing: Reason why it listed none; ``kind`` is the kind of failure.
+        cuda: torch's CUDA version; empty if torch was built without CUDA, None if there is no torch.
+        devices: True if ``/dev/nvidia*`` exist.
     """
     if not missing:
         return ok("GPUs", f"NVML sees {count}")
@@ -353,7 +357,7 @@ def room_check(name: str, disk: Disk, what_for: str) -> Check:
 
 
 def bundle_check(disk: Disk) -> Check:
-    """Checks the bundle directory. It can be on a network disk: only complete bundles are copied there."""
+    """Checks the bundle directory. It can be on a network disk, because only complete bundles are copied there."""
     name = "bundle directory"
     check = room_check(name, replace(disk, kind="") if disk.is_remote else disk, "bundles")
     if check.result == "ok" and disk.is_remote:
@@ -376,7 +380,7 @@ def shm_check(disk: Disk, place: Container) -> Check:
 
 
 def run_root_check(disk: Disk, problem: str) -> Check:
-    """Checks the run directories' place. ``problem`` is why none can be created."""
+    """Checks the place for run directories. ``problem`` is the reason why none can be created, or ""."""
     if problem:
         fix = f"it must be yours, mode 0700 (ls -ld {disk.path}): move it away, or set XDG_RUNTIME_DIR"
         return failed("run directory", f"{disk.path}: {problem}, so safelaunch cannot watch jobs", fix)
@@ -384,7 +388,7 @@ def run_root_check(disk: Disk, problem: str) -> Check:
 
 
 def socket_check(root: str, longest: int) -> Check:
-    """Checks the longest socket path of a run below ``root``, in bytes."""
+    """Checks that socket paths aren't too long; ``longest`` is the longest of a run below ``root``, in bytes."""
     detail = f"at most {longest} of {SOCKET_PATH_MAX} bytes below {root}"
     if longest > SOCKET_PATH_MAX:
         fix = "set XDG_RUNTIME_DIR to a shorter private directory, or unset it (then /tmp/safelaunch-<uid> is used)"
@@ -393,12 +397,12 @@ def socket_check(root: str, longest: int) -> Check:
 
 
 def port_check(bound: str, low: int, high: int) -> Check:
-    """Checks ports.
+    """Checks whether ports can be bound, and the range of ephemeral ports.
 
     Args:
-        bound: Why no port of loopback could be bound, or "".
+        bound: Reason why no port could be bound on the loopback interface, or "".
         low: Start of ip_local_port_range.
-        high: Its end.
+        high: End of ip_local_port_range.
     """
     if bound:
         return failed(
@@ -417,7 +421,7 @@ def port_check(bound: str, low: int, high: int) -> Check:
 
 
 def hostname_check(host: str, addresses: tuple[str, ...], took_s: float, problem: str) -> Check:
-    """Checks the lookup of the own host name, which gloo and the rendezvous need at every start."""
+    """Checks that this host's own name resolves, which gloo and the rendezvous need at every start."""
     fix = f"add a line to /etc/hosts: 127.0.1.1 {host}   (with several nodes: the address that the others use)"
     if problem:
         return warning(

@@ -1,6 +1,6 @@
-"""``safelaunch dump``: writes a bundle of a running job, started with or without safelaunch.
+"""``safelaunch dump``: writes a bundle of a running job, even of one that was started without safelaunch.
 
-Only the bundle's path goes to stdout.
+Prints only the bundle's path on stdout.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Document(DumpAnswer, frozen=True, kw_only=True):
 
 
 def main(argv: list[str]) -> int:
-    """Prints the bundle's path; returns 0 with a bundle, 1 without, 2 if RUN or PID isn't exactly one job."""
+    """Prints the bundle's path; returns 0, 1 if no bundle was written, 2 unless RUN or PID matches exactly one job."""
     words = parser().parse_args(argv)
     if words.pid is not None or words.all:
         return _dump_found(words)
@@ -77,9 +77,9 @@ def parser() -> Parser:
 
 
 def choose(runs: Sequence[Run], word: str | None, command: str = "dump") -> Run:
-    """Returns the run that ``word`` names; without it, the run started in this directory.
+    """Returns the run that ``word`` names; without ``word``, the run that was started in this directory.
 
-    Raises UsageError unless exactly one run matches; SafelaunchError if it can't be reached.
+    Raises UsageError unless exactly one run matches, and SafelaunchError if that run doesn't respond.
     """
     alive = [run for run in runs if run.alive]
     chosen = one_of_each_job(select(alive, word) if word is not None else _of_this_directory(alive))
@@ -106,10 +106,10 @@ def _of_this_directory(runs: Sequence[Run]) -> Sequence[Run]:
 
 
 def answer_of(run: Run, request: ControlRequest, kind: type[T], deadline_s: float, meanwhile: str) -> T:
-    """Returns the supervisor's answer. Raises SafelaunchError for another version.
+    """Returns the supervisor's answer. Raises SafelaunchError if the supervisor has another version.
 
     Args:
-        meanwhile: Fate of the request if this process stops waiting.
+        meanwhile: What happens with the request if this process stops waiting, for the message.
     """
     try:
         data = ask(RunPaths(run.directory).control, request, deadline_s=deadline_s)
@@ -160,10 +160,10 @@ def _dump_found(words: Namespace) -> int:
 
 
 def _no_job(words: Namespace, hidden: bool) -> SafelaunchError:
-    """Returns the error for a node without a job.
+    """Returns the error to raise if there is no job on this node.
 
     Args:
-        hidden: Some processes' variables are unreadable, perhaps even for root.
+        hidden: True if the environment of some processes is unreadable, perhaps even for root.
     """
     from safelaunch.cli import doctor_node
 
@@ -183,7 +183,7 @@ def _attach_one_of(job: RunningJob, words: Namespace) -> int:
 
 
 def _with_way_in(error: AccessDenied, words: Namespace) -> AccessDenied:
-    """Adds a command that can read the refused process to the error."""
+    """Adds to the error a command that can read the process to which access was denied."""
     from safelaunch.cli import doctor_node, doctor_rules
 
     again = ["dump", *(["--all"] if words.all else ["--pid", str(words.pid)]), *(["--json"] if words.json else [])]
@@ -213,7 +213,7 @@ def _is_watched(job: RunningJob) -> bool:
 
 
 def _run_of(job: RunningJob) -> Run:
-    """Returns the job's live run. Raises SafelaunchError for another user's."""
+    """Returns the live run that the job belongs to. Raises SafelaunchError if it is another user's."""
     directory = Path(job.env["SAFELAUNCH_RUN_DIR"])
     run = next((run for run in look(our_roots()) if run.directory == directory and run.alive), None)
     if run is None:

@@ -29,7 +29,7 @@ USAGE = "usage: safelaunch exec [safelaunch options] -- COMMAND [ARGUMENTS...]"
 
 
 def main(words: list[str]) -> int:
-    """Runs a command; returns its exit code, 124 if it hung, 2 for wrong safelaunch options."""
+    """Runs a command; returns its exit code, 124 if it hung, or 2 for wrong safelaunch options."""
     own = {option.flag: option.takes_value for option in options_of("exec")}
     command = split(words, own, {"-h": False, "--help": False})
     if command.has_flag("-h", "--help"):

@@ -1,4 +1,4 @@
-"""``safelaunch explain CAUSE``: a cause's meaning, how safelaunch knows it, an example, and the fix."""
+"""``safelaunch explain CAUSE``: shows what a cause means, how safelaunch recognizes it, an example, and the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``safelaunch gpus``: this node's GPUs, their leases, unleased use, and leftovers of dead runs."""
+"""``safelaunch gpus``: shows this node's GPUs, their leases, their use without a lease, and leftovers of dead runs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _state(gpu: LeasableGpu, holder: LeaseHolder | None, users: Sequence[User], 
 
 @dataclass(frozen=True)
 class LeaseDocument:
-    """The holder of a GPU, or a waiter for one."""
+    """A process that holds a GPU or waits for one."""
 
     pid: int
     user: str
@@ -232,7 +232,7 @@ def as_table(table_rows: Sequence[Row]) -> TextTable:
 
 
 def picture(table_rows: Sequence[Row], width: int) -> Any:
-    """Returns a table for a terminal. If it is narrow, commands and names are cut."""
+    """Returns a table for a terminal. If the terminal is narrow, commands and names are truncated."""
     table = as_table(table_rows)
     widths = {name: table.width_of(name) for name in COLUMNS}
     for name in ("command", "name"):

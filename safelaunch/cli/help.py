@@ -1,6 +1,6 @@
-"""``safelaunch --help`` and ``safelaunch help [SUBCOMMAND]``, without torch or a parser.
+"""``safelaunch --help`` and ``safelaunch help [SUBCOMMAND]``: print help without loading torch or a parser.
 
-``scripts/build/generate.py`` makes man page and completions from the same source.
+``scripts/build/generate.py`` generates man page and completions from the same source.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EXAMPLES = {
 
 
 def main(words: list[str]) -> int:
-    """Prints a subcommand's help, or safelaunch's."""
+    """Prints the help of a subcommand, or else of safelaunch itself."""
     name = words[0] if words else ""
     if name in ("torchrun", "--help-torchrun"):
         return _torchrun()
@@ -98,9 +98,9 @@ def text(width: int) -> str:
 
 
 def show_usage() -> int:
-    """Prints a short help on stderr; returns the exit code of a command that started nothing.
+    """Prints a short help on stderr, and returns an exit code for failure, as torchrun does.
 
-    As with torchrun, a script with an accidentally empty command must not take that for a successful job.
+    A script that accidentally runs an empty command must not mistake it for a successful job.
     """
     with suppress(OSError):
         print(f"{short_text(width())}\n\nAll options, exit codes and examples: safelaunch --help", file=sys.stderr)

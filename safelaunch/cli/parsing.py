@@ -1,4 +1,4 @@
-"""The subcommands' parser: argparse with safelaunch's messages."""
+"""Parses the options of subcommands: argparse with safelaunch's messages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from safelaunch.system.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """A subcommand's parser. Options must be spelled in full.
+    """Parser of a subcommand. Options can't be abbreviated.
 
     Args:
-        name: Subcommand.
-        after_dashes: Options that belong to a job's command line after ``--``.
+        name: Name of the subcommand.
+        after_dashes: Options that belong after ``--``, to the command line of a job.
     """
 
     def __init__(self, name: str, *, after_dashes: Collection[str] = (), **settings: Any) -> None:
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
         self._after_dashes = after_dashes
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parses as argparse does, but names the nearest option for an unknown one."""
+        """Parses as argparse does. For an unknown option, the error names the most similar one."""
         parsed, unknown = super().parse_known_args(args, namespace)
         option = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
         if option in self._after_dashes:

@@ -18,7 +18,7 @@ _USAGE = "safelaunch presets [list] [--json] | safelaunch presets show NAME|FILE
 
 
 def main(argv: list[str]) -> int:
-    """Prints the table, or one preset. Raises UsageError or PresetError; returns 0."""
+    """Prints the table of presets, or one preset; returns 0. Raises UsageError or PresetError."""
     arguments = _parse(argv)
     if arguments.ref is None:
         presets = list_presets()
@@ -70,7 +70,7 @@ def render_table(presets: tuple[Preset, ...]) -> str:
 
 
 def render_preset(chain: tuple[Preset, ...], width: int) -> str:
-    """Returns the text on a preset, the last of ``chain``, with its parents."""
+    """Returns the description of a preset, the last one of ``chain``, and of the presets that it extends."""
     preset = chain[-1]
     rest = preset.description.removeprefix(preset.summary).strip()
     lines = [preset.name, *wrapped(preset.summary, width, "  ", "  "), *wrapped(rest, width, "  ", "  "), ""]

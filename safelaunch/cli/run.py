@@ -1,4 +1,4 @@
-"""``safelaunch [safelaunch options] [torchrun options] script.py [script args...]``: torchrun, watched."""
+"""``safelaunch [safelaunch options] [torchrun options] script.py [script args...]``: runs torchrun and watches it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NO_RESTARTS = (
 
 
 def main(words: list[str]) -> int:
-    """Runs a job; returns its exit code, 124 if it hung, 2 for wrong safelaunch options."""
+    """Runs a job; returns its exit code, 124 if it hung, or 2 for wrong safelaunch options."""
     if words == ["--version"]:
         from safelaunch import __version__
 
@@ -66,7 +66,7 @@ def main(words: list[str]) -> int:
 def _settings(
     command: CommandLine, options: Collection[str] | None, environ: Mapping[str, str], torch: TorchInstallation
 ) -> Settings:
-    """Returns the run's settings, and prints surprising ones. Raises UsageError if nothing could start."""
+    """Returns the settings of the run, and prints surprising ones. Raises UsageError if no job could start."""
     settings = resolve(command.own, environ, working_directory(), lambda: torch.version)
     check(settings)
     why, notes = "", []
@@ -86,9 +86,9 @@ def _settings(
 
 
 def understood(command: CommandLine, table: torchrun.LazyOptions) -> set[str] | None:
-    """Returns torchrun's options in full; None if torchrun will reject one.
+    """Returns the unabbreviated names of the given torchrun options; None if torchrun will reject one of them.
 
-    Raises UsageError if a rejected one resembles another option.
+    Raises UsageError if the rejected one resembles another option.
     """
     meanings = dict(options_given(command.torchrun, torchrun.KNOWN))
     if not all(meanings.values()):
@@ -124,7 +124,7 @@ def _why_no_script(
 
 
 def surroundings(environ: dict[str, str], resources_of_job: JobResources, typed: Sequence[str]) -> Surroundings:
-    """Returns the plan's other inputs: resources, run directory, and ``typed``, the words after ``safelaunch``."""
+    """Returns the plan's other inputs: resources, run directory, and the words ``typed`` after ``safelaunch``."""
     run_dir = run_root(environ, os.getuid()) / f"r{os.getpid()}"
     return Surroundings(
         environ,
@@ -140,7 +140,7 @@ def surroundings(environ: dict[str, str], resources_of_job: JobResources, typed:
 def start(
     plan: Plan, resources_of_job: JobResources, again: Callable[[JobResources], tuple[Plan, JobResources]] | None = None
 ) -> int:
-    """Starts the job of ``plan`` and waits for its end, or with ``--dry-run`` prints the plan.
+    """Starts the job of ``plan`` and waits until it ends; with ``--dry-run``, only prints the plan.
 
     Args:
         again: See ``supervise.run.run``.

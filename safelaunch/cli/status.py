@@ -1,4 +1,4 @@
-"""``safelaunch status [RUN]``: this user's runs on this node, and their ranks; --watch refreshes it."""
+"""``safelaunch status [RUN]``: shows this user's runs on this node, and their ranks; --watch refreshes it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LESS_WANTED = ("signals", "phase", "state", "pid")
 
 
 def main(argv: list[str]) -> int:
-    """Prints the runs; returns 0, even without runs, and 2 if RUN doesn't exist."""
+    """Prints the runs; returns 0 even if there are none, and 2 if RUN doesn't exist."""
     words = parser().parse_args(argv)
     if words.json and words.watch:
         raise UsageError("status: --json and --watch exclude each other.", "Leave one of them out.")
@@ -72,7 +72,10 @@ def parser() -> Parser:
 
 
 def choose(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
-    """Returns the runs that ``word`` names, with a note about several. Raises UsageError without any."""
+    """Returns the runs that ``word`` names, or all of them; prints a note if a name matches several.
+
+    Raises UsageError if none matches.
+    """
     chosen = select(runs, word)
     if word is not None and not chosen:
         raise UsageError(f"status: no run is called {word!r}.", describe(runs))
@@ -82,7 +85,7 @@ def choose(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
 
 
 class AnsweringRun(RunStatus, frozen=True, kw_only=True):
-    """A run's own answer, for --json."""
+    """A run that answered, for --json."""
 
     directory: str
     alive: bool
@@ -90,7 +93,7 @@ class AnsweringRun(RunStatus, frozen=True, kw_only=True):
 
 
 class SilentRun(msgspec.Struct, frozen=True):
-    """A run without an answer, for --json."""
+    """A run that didn't answer, for --json."""
 
     run: str
     supervisor_pid: int | None
@@ -100,7 +103,7 @@ class SilentRun(msgspec.Struct, frozen=True):
 
 
 def document(run: Run) -> dict[str, Any]:
-    """Returns a run for --json: the supervisor's answer, if any, with ``directory``, ``alive`` and ``problem``."""
+    """Returns a run for --json: the supervisor's answer, if any, and ``directory``, ``alive`` and ``problem``."""
     directory = os.fspath(run.directory)
     answer: AnsweringRun | SilentRun = SilentRun(run.id, run.pid, directory, run.alive, run.problem)
     if run.status is not None:
@@ -114,7 +117,7 @@ def document(run: Run) -> dict[str, Any]:
 
 
 def text(runs: Sequence[Run], now_unix_s: float, width: int | None = None) -> str:
-    """Returns all runs as aligned lines. With a ``width``, no word breaks."""
+    """Returns all runs as aligned lines. If ``width`` is given, lines break only between words."""
     return "\n\n".join("\n".join(_lines(run, now_unix_s, width)) for run in runs)
 
 
@@ -153,7 +156,7 @@ def headline(status: RunStatus, now_unix_s: float) -> str:
 
 
 def details(status: RunStatus) -> list[str]:
-    """Returns command, directory, time to a suspicion, and early looks."""
+    """Returns a run's details: its command, its directory, the time until it becomes suspicious, and early looks."""
     early = status.early
     return [
         f"{clean(shlex.join(status.command))}  (in {clean(status.cwd)})",
@@ -172,7 +175,7 @@ def details(status: RunStatus) -> list[str]:
 
 
 def _watch(word: str | None) -> int:
-    """Shows the runs until Ctrl-C, or until a requested one has ended; then prints its outcome."""
+    """Shows the runs until Ctrl-C. If ``word`` names a run, stops when it has ended, and prints how."""
     seen = {run.id: run for run in choose(look(our_roots()), word)}
 
     def again() -> tuple[Run, ...]:
@@ -200,7 +203,7 @@ class _RunVerdict(msgspec.Struct):
 
 
 def ending(run: Run) -> list[str]:
-    """Returns outcome, cause and bundle of an ended run's newest incident."""
+    """Returns the outcome, cause and bundle of the newest incident of a run that has ended."""
     status = run.status
     if status is None:
         return [f"{run.id} has ended"]
@@ -218,7 +221,7 @@ def ending(run: Run) -> list[str]:
 
 
 def _newest_bundle(status: RunStatus) -> tuple[Path, _RunVerdict] | None:
-    """Returns a run's newest bundle that wasn't requested."""
+    """Returns a run's newest bundle, except those that users requested."""
     begun = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(status.started_unix_s))
     directory = Path(status.bundle_dir or "/nowhere")
     try:
@@ -251,7 +254,7 @@ def _watch_plain(again: Callable[[], tuple[Run, ...]], word: str | None) -> int:
 
 
 def _watch_terminal(again: Callable[[], tuple[Run, ...]], word: str | None) -> int:
-    """Shows the runs on an alternate screen; a signal restores the normal one."""
+    """Shows the runs on the terminal's alternate screen; restores the normal screen even after a signal."""
     from rich.live import Live
 
     encoding = sys.stdout.encoding or "ascii"

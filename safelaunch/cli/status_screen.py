@@ -1,6 +1,7 @@
-"""A run's ranks and nodes as cells, and the screen of ``status --watch``: runs in, lines of a given size out.
+"""Draws ranks and nodes of runs as cells, and the screen of ``status --watch``: from runs to lines of a given size.
 
-The screen is small, so equal ranks share a line, and conspicuous ones come first. Several runs have two lines each.
+The screen is small, so equal ranks share a line, and conspicuous ones come first. If there are several runs, each has
+two lines.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def _row(rank: RankStatus, furthest: int | None, threshold_s: float) -> StatusRo
 
 
 def _judge(rank: RankStatus, furthest: int | None, threshold_s: float) -> tuple[Mood, str]:
-    """Returns a rank's lag after the furthest one, or its share of the threshold, in words."""
+    """Returns how far a rank is behind the furthest one, or its quiet time as a share of the threshold, in words."""
     if rank.age_s is None or rank.state in ("exited", "paused"):
         return "quiet", ""
     behind = (furthest or 0) - (rank.step or 0) if rank.step is not None else 0
@@ -123,7 +124,7 @@ def stepping(status: RunStatus) -> list[RankStatus]:
 
 
 def standing_s(status: RunStatus) -> float:
-    """Returns seconds since any rank's newest step, if unusually long and unannounced; else 0."""
+    """Returns the seconds since the newest step of any rank; 0 if that is usual, or was announced."""
     quiet_s = min((rank.age_s for rank in stepping(status) if rank.age_s is not None), default=0.0)
     announced = any(rank.state == "paused" or rank.phase for rank in status.ranks)
     return quiet_s if not announced and is_quiet(quiet_s, status.usual_step_s) else 0.0
@@ -136,7 +137,7 @@ def _standing(status: RunStatus) -> str:
 
 
 def stragglers(ranks: Sequence[RankStatus]) -> tuple[int, ...]:
-    """Returns the ranks with fewer steps than the furthest one."""
+    """Returns the ranks that completed fewer steps than the furthest one."""
     steps = {rank.rank: rank.step for rank in ranks if rank.step is not None and rank.state != "exited"}
     furthest = max(steps.values(), default=0)
     return tuple(sorted(rank for rank, step in steps.items() if furthest - step >= BEHIND_STEPS))
@@ -192,7 +193,7 @@ def fit(text: str, width: int, glyphs: Glyphs) -> str:
 
 
 def _several(runs: Sequence[Run], width: int, room: int, glyphs: Glyphs) -> list[StatusLine]:
-    """Returns two lines per run, or one, or as many as fit; conspicuous runs come first."""
+    """Returns two lines per run; one, or only some runs, if not all fit. Conspicuous runs come first."""
     short = [_short(run, width, glyphs) for run in runs]
     if sum(map(len, short)) <= room:
         return [line for lines in short for line in lines]
@@ -235,7 +236,7 @@ def _whole_run(run: Run, now_unix_s: float, width: int, room: int, glyphs: Glyph
 
 
 def title(status: RunStatus, now_unix_s: float, width: int, glyphs: Glyphs, *, short: bool = False) -> StatusLine:
-    """Returns ``r2402  pretrain  watching · 64 ranks · up 2h05m · pid 2402``."""
+    """Returns the title line: ``r2402 pretrain watching · 64 ranks · up 2h05m · pid 2402``."""
     there = len(status.ranks)
     words, style = _STATES.get(status.watch, (clean(status.watch), "warn"))
     standing = standing_s(status)
@@ -260,7 +261,7 @@ def title(status: RunStatus, now_unix_s: float, width: int, glyphs: Glyphs, *, s
 
 
 def _progress(status: RunStatus, width: int, glyphs: Glyphs) -> list[StatusLine]:
-    """Returns step, rate and its history; then the quiet time, next to the usual and the allowed one."""
+    """Returns a line with step, rate and past rates, and a line that compares the quiet time with its limits."""
     steps = [rank.step or 0 for rank in stepping(status)]
     if not steps:
         what = "no rank has started yet" if not status.ranks else "no step yet"
@@ -292,7 +293,7 @@ def _seconds(value: float) -> str:
 
 
 def course(history: Sequence[tuple[float, int]]) -> list[float | None]:
-    """Returns steps per second over two minutes, in equal parts; None before the first known step."""
+    """Returns the steps per second in equal parts of two minutes; None for parts before the first known step."""
     points = sorted((-ago_s, step) for ago_s, step in history)
     if not points:
         return []
@@ -316,7 +317,7 @@ def _step_at(points: Sequence[tuple[float, int]], at_s: float) -> float | None:
 
 
 def spark(rates: Sequence[float | None], glyphs: Glyphs) -> str:
-    """Returns a bar per rate, full for the highest, lowest for zero, blank for an unknown one."""
+    """Draws one bar per rate: full for the highest, the lowest bar for zero, and blank for an unknown rate."""
     most = max((rate for rate in rates if rate), default=0.0)
     top = len(glyphs.bars) - 1
     bars = [
@@ -337,7 +338,7 @@ def _words(status: RunStatus, width: int) -> list[StatusLine]:
 
 
 def lasting(early: Sequence[EarlyLook]) -> EarlyLook | None:
-    """Returns the newest early look, if the job hasn't moved since."""
+    """Returns the newest early look if the job hasn't progressed since, else None."""
     return early[-1] if early and not early[-1].lasted_s else None
 
 
@@ -376,7 +377,7 @@ def _ranks(status: RunStatus, width: int, room: int, glyphs: Glyphs) -> list[Sta
 
 
 def _groups(status: RunStatus, *, fold: bool) -> list[_AlikeRanks]:
-    """Returns equal ranks together, in order. Ranks that meet in every step can seem to differ by one."""
+    """Groups equal ranks, in order. A difference of one step doesn't count: such ranks can still be in lockstep."""
     look = lasting(status.early)
     places = (
         {position.rank: place(position.frame) for position in look.places if position.frame is not None}
@@ -426,7 +427,7 @@ def size(value: int) -> str:
 
 
 def _nodes(node_states: Sequence[NodeStatus], width: int, room: int, glyphs: Glyphs) -> list[StatusLine]:
-    """Returns conspicuous nodes, and a line for the others."""
+    """Returns a line for each conspicuous node, and one line for all other nodes."""
     strange = [
         node for node in node_states if node.state != "heard" or node.trouble or node.doing not in ("watching", "")
     ]

@@ -1,4 +1,4 @@
-"""Tables of the subcommands, for a terminal or as plain text. rich is imported to draw one."""
+"""Tables of the subcommands, for a terminal or as plain text. rich is imported only to draw a table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TextTable:
         return replace(self, columns=(*self.columns[:at], *self.columns[at + 1 :]), rows=rows)
 
     def fitted(self, width: int, last: int = ENDLESS) -> TextTable:
-        """Returns the table with the columns that fit into ``width``, if the last one needs ``last``."""
+        """Returns the table with as many columns as fit into ``width``, if the last column needs the width ``last``."""
         table = self
         empty = [name for name in self.columns[1:] if {row[self.columns.index(name)] for row in self.rows} <= {"-"}]
         for name in dict.fromkeys(
@@ -43,10 +43,10 @@ class TextTable:
         return table
 
     def drawn(self, *, cut: Mapping[str, int] | None = None) -> Any:
-        """Returns a table for rich, which wraps the last column.
+        """Returns a rich table, whose last column wraps.
 
         Args:
-            cut: Widths of columns to cut off.
+            cut: Columns to truncate, with their widths.
         """
         from rich.table import Table as Drawn
         from rich.text import Text

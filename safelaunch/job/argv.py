@@ -1,7 +1,8 @@
 """Splits a command line into safelaunch's options, torchrun's options, and the script with its arguments.
 
-safelaunch's options can be mixed with torchrun's, but must be spelled exactly, so that torchrun's abbreviations stay
-unambiguous. To find the script, the split needs the installed torchrun's options (``torchrun.options``).
+safelaunch's options can be mixed with torchrun's. They must be spelled out in full, so that they don't make torchrun's
+abbreviations ambiguous. To find the script, the split needs to know the installed torchrun's options
+(``torchrun.options``).
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class CommandLine:
         return any(word in names for word in self.torchrun)
 
     def value_of(self, name: str, *, shortest: str) -> str | None:
-        """Returns the last value of torchrun's option ``name`` (``--nproc-per-node``), in any accepted spelling.
+        """Returns the last value given for torchrun's option ``name`` (``--nproc-per-node``), in any spelling, or None.
 
         Args:
-            shortest: Its shortest abbreviation in argparse.
+            shortest: Shortest abbreviation of ``name`` that argparse accepts.
         """
         result = None
         for position, word in enumerate(self.torchrun):
@@ -44,7 +45,7 @@ class CommandLine:
         return result
 
     def with_value(self, name: str, old: str, new: str, *, shortest: str) -> CommandLine:
-        """Returns a copy with ``new`` for each value ``old`` of option ``name`` (see ``value_of``)."""
+        """Returns a copy in which option ``name`` has the value ``new`` wherever it had ``old`` (see ``value_of``)."""
         words = list(self.torchrun)
         for position, word in enumerate(words):
             spelling, equals, value = word.partition("=")
@@ -58,13 +59,14 @@ class CommandLine:
 
 
 def split(words: Sequence[str], own: Mapping[str, bool | None], takes_value: Mapping[str, bool]) -> CommandLine:
-    """Splits ``words`` as argparse would for torchrun, and takes out safelaunch's options.
+    """Splits ``words`` as torchrun's argparse would, and takes out safelaunch's options.
 
-    Raises UsageError for a safelaunch option with a missing or unexpected value; torchrun reports other errors.
+    Raises UsageError for a safelaunch option with a missing or unexpected value. Errors in torchrun's options are left
+    to torchrun.
 
     Args:
-        own: Option → True if it takes a value, None if only after an equals sign.
-        takes_value: The same for torchrun's options.
+        own: Option → True if it takes a value, None if it takes one only after an equals sign.
+        takes_value: Option of torchrun → True if it takes a value.
     """
     own_options: list[tuple[str, str | None]] = []
     torchrun: list[str] = []
@@ -96,7 +98,7 @@ def split(words: Sequence[str], own: Mapping[str, bool | None], takes_value: Map
 
 
 def of_torchrun(command: CommandLine, environ: Mapping[str, str], name: str, shortest: str, default: str) -> str:
-    """Returns the value of torchrun's option ``name`` or of its variable (``PET_NNODES``)."""
+    """Returns the value of torchrun's option ``name``, else of its variable (``PET_NNODES``), else ``default``."""
     value = command.value_of(name, shortest=shortest)
     return (value if value is not None else environ.get(f"PET_{name[2:].upper().replace('-', '_')}", default)).strip()
 
@@ -116,13 +118,13 @@ def restarts(command: CommandLine, environ: Mapping[str, str]) -> bool:
 
 
 def most_restarts(command: CommandLine, environ: Mapping[str, str]) -> int:
-    """Returns how often torchrun restarts the ranks; 0 for a value that it rejects."""
+    """Returns how often torchrun may restart the ranks; 0 if the value isn't a number, which torchrun rejects."""
     value = of_torchrun(command, environ, "--max-restarts", "--max", "0")
     return int(value) if value.isdecimal() else 0
 
 
 def options_given(words: Sequence[str], takes_value: Mapping[str, bool]) -> list[tuple[str, list[str]]]:
-    """Returns each option among torchrun's ``words`` with its possible meanings."""
+    """Returns each option in torchrun's ``words``, with the full names that it can stand for."""
     options = []
     at = 0
     while at < len(words):
@@ -153,7 +155,10 @@ def _means(word: str, name: str, shortest: str) -> bool:
 
 
 def _is_option(word: str, takes_value: Mapping[str, bool]) -> bool:
-    """Does what ``_parse_optional`` of argparse does if no option looks like a negative number."""
+    """Returns whether argparse would parse ``word`` as an option (see its ``_parse_optional``).
+
+    Assumes that no option looks like a negative number.
+    """
     if not word.startswith("-") or word == "-":
         return False
     if word[1:2] == "-" and " " not in word:
@@ -174,7 +179,7 @@ def _matches(name: str, takes_value: Mapping[str, bool]) -> list[str]:
 
 
 def _wants_next(word: str, takes_value: Mapping[str, bool]) -> bool:
-    """True if option ``word`` takes the next word as its value."""
+    """Returns whether the option ``word`` takes the next word as its value."""
     if word.startswith("--"):
         name, equals, _ = word.partition("=")
         # argparse might accept an ambiguous abbreviation if all its meanings agree.

@@ -1,10 +1,11 @@
-"""A control group for the job (cgroup v2), if possible: it knows all of the job's processes.
+"""Creates a control group (cgroup v2) for the job, if possible, so that all of the job's processes can be found.
 
-No process leaves it by forking, by a new session or environment, or by losing its parents, and ``cgroup.kill`` (Linux
-5.14) kills all at once. Root, systemd user sessions and containers with delegated groups can create one.
+A process can't leave it by forking, by starting a new session, by changing its environment, or by losing its parent.
+``cgroup.kill`` (Linux 5.14) kills all members at once. Root, systemd user sessions, and containers with delegated
+groups can create one.
 
-It has no controllers, so it neither limits nor shares anything. It is created only if our own group has no limit,
-because programs that size themselves read their group's limit.
+The group has no controllers, so it neither limits nor shares anything. It is created only if our own group has no
+limits, because programs that adapt to limits read those of their own group.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ class ControlGroup:
     path: Path
 
     def add(self, pid: int) -> bool:
-        """Moves a process, with everything it will start, into the group. Takes up to 20 ms."""
+        """Moves a process into the group, where its later children start, too. Takes up to 20 ms.
+
+        Returns False if that fails.
+        """
         return _write(self.path / "cgroup.procs", str(pid))
 
     def leave(self) -> bool:
         return _write(self.path.parent / "cgroup.procs", "0")
 
     def members(self) -> list[int]:
-        """Returns the pids in the group and below."""
+        """Returns the pids in the group and in its subgroups."""
         lists = [text_of(directory / "cgroup.procs") for directory in self._directories()]
         return [int(pid) for text in lists for pid in text.split() if pid != "0"]
 
@@ -46,7 +50,7 @@ class ControlGroup:
         _write(self.path / "cgroup.kill", "1")
 
     def dissolve(self) -> None:
-        """Removes the group; remaining processes move to its parent."""
+        """Removes the group. Processes still in it move to its parent."""
         deadline = time.monotonic() + LEAVES_S
         while True:
             for pid in self.members():
@@ -66,7 +70,10 @@ def kill_of(group: ControlGroup | None) -> Callable[[], object]:
 
 
 def create(name: str) -> ControlGroup | None:
-    """Creates a group below our own for the run ``name``; None if that is impossible, or would change anything."""
+    """Creates a group below our own for the run ``name``.
+
+    Returns None if that is impossible, or if the job would notice a difference: limits, or controllers.
+    """
     own = _own()
     if own is None or any(_limits(text_of(own / limit)) for limit in LIMITS):
         return None
@@ -82,7 +89,7 @@ def create(name: str) -> ControlGroup | None:
 
 
 def sweep() -> None:
-    """Removes empty groups that killed guardians left."""
+    """Removes empty groups left by killed guardians."""
     own = _own()
     for group in own.glob(f"{PREFIX}*") if own is not None else ():
         try:
@@ -98,7 +105,7 @@ def _own() -> Path | None:
 
 
 def locate(membership: str, mounts: str) -> Path | None:
-    """Returns our group's directory in the unified hierarchy, if mounted.
+    """Returns our group's directory in the unified hierarchy; None if that isn't mounted.
 
     Args:
         membership: Content of ``/proc/self/cgroup``.

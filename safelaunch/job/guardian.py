@@ -1,14 +1,14 @@
-"""The supervisor's side of the guardian, a tiny process that ends the job if the supervisor is killed.
+"""Starts and replaces the guardian, a tiny process that ends the job if the supervisor is killed.
 
     safelaunch ── guardian ── torchrun ── ranks ── loader workers, helpers, ...
                      └── processes of the job that lost their parents
 
-The guardian (``guarding``) is the parent of the job and the reaper of its orphans (``PR_SET_CHILD_SUBREAPER``). So it
-finds all processes of the job below it, even daemonized or in new sessions. It acts only if the pipe to the supervisor
-closes without a dismissal, and only on processes below it. After a normal end, daemons of the job survive, as under
-torchrun.
+The guardian's own code is in ``guarding``. It is the parent of the job and adopts its orphans
+(``PR_SET_CHILD_SUBREAPER``), so all of the job's processes are below it, even if they daemonized or started new
+sessions. It acts only if the pipe to the supervisor closes before the supervisor has dismissed it, and only on
+processes below it. After a normal end, the job's daemons survive, as under torchrun.
 
-The table shows what ends if several processes are killed at once. "Group" is the control group (``controlgroup``).
+The table shows what ends after these processes are killed, with and without a control group (``controlgroup``).
 
 =====================================  =============================  =================================================
 SIGKILL for                            with a group                   without
@@ -17,14 +17,14 @@ safelaunch, and any of the job         all of the job                 all of the
 the guardian                           nothing: it is replaced        nothing: it is replaced
 the guardian, and safelaunch later     all of the job                 all of the job but (1)
 safelaunch and the guardian            all, by torchrun's beacon      all below torchrun, and its orphans but (1)
-safelaunch, the guardian and torchrun  ranks, by the kernel           ranks, by the kernel
+safelaunch, the guardian and torchrun  ranks, killed by the kernel    ranks, killed by the kernel
 =====================================  =============================  =================================================
 
-(1) A process with a new session and environment that lost its parents less than 0.25 s before. If a guardian is killed
-while it ends a job, after torchrun has gone, the rest keeps running. Under ``exec``, the beacon of a rank that imported
-torch acts instead of torchrun's.
+(1) "But (1)" excepts a process with a new session and environment whose parents ended less than 0.25 s earlier. If a
+guardian is killed while it ends a job, after torchrun has gone, the rest keeps running. Under ``exec``, the beacon of a
+rank that imported torch acts instead of torchrun's.
 
-``pkill safelaunch`` and ``pkill -f safelaunch`` don't match the guardian, which has another name.
+``pkill safelaunch`` and ``pkill -f safelaunch`` don't match the guardian, because it has another name.
 """
 
 from __future__ import annotations
@@ -52,10 +52,14 @@ AGENT_EVERY_S = 1.0  # only a stopped guardian fails to report the agent's end
 
 
 class Guardian:
-    """Starts the job through the guardian, and replaces a dead guardian."""
+    """Starts the job through a guardian, and replaces the guardian if it dies."""
 
     def __init__(self, run: RunPaths, leases: Sequence[int], group: ControlGroup | None) -> None:
-        """Takes ``leases``: descriptors that keep the job's resources and run directory while the guardian lives."""
+        """Creates the supervisor's handle; ``fork`` starts the guardian.
+
+        Args:
+            leases: Descriptors that keep the job's resources and run directory locked while the guardian lives.
+        """
         self.pid = 0
         self.group = group
         self._run = run
@@ -73,13 +77,13 @@ class Guardian:
         self._fork: Callable[[], None] = lambda: None
 
     def fork(self, become: Callable[[], NoReturn], *, at_once: bool) -> None:
-        """Forks the guardian, the future parent of the job. Call it while this process has one thread.
+        """Forks the guardian, the future parent of the job. Call it while this process has only one thread.
 
         Raises OSError if the fork fails.
 
         Args:
             become: See ``process.fork``.
-            at_once: The job might start processes within milliseconds.
+            at_once: True if the job might start processes within milliseconds.
         """
         self._fork = lambda: self._fork_once(become, at_once)
         self._fork()
@@ -101,7 +105,7 @@ class Guardian:
         os.close(reports)
 
     def start(self) -> ProcessId:
-        """Starts the job; returns its first process. Raises OSError if it can't start."""
+        """Starts the job and returns its first process. Raises OSError if it can't start."""
         process.become_subreaper()  # to adopt the job if the guardian dies
         for _ in range(TRIES):
             if self._let_go():
@@ -117,7 +121,7 @@ class Guardian:
         return self._agent
 
     def _let_go(self) -> bool:
-        """Releases the waiting job; returns False if the guardian was killed before."""
+        """Lets the forked job start; returns False if the guardian was killed before it could start the job."""
         self._agent = None
         self._rest = b""
         self._write(guarding.GO)
@@ -141,7 +145,7 @@ class Guardian:
         return stat is not None and self._agent.is_alive() and stat.name != guarding.NAME
 
     def ended(self) -> int | None:
-        """Returns the wait status of the job's first process after its end. Call it regularly."""
+        """Returns the wait status of the job's first process, or None while it runs. Call it regularly."""
         if self._status is None and self._is_parent:
             self._read_reports()
         if self._status is None:
@@ -152,11 +156,11 @@ class Guardian:
 
     @property
     def adopts_orphans(self) -> bool:
-        """True while the first guardian lives, which gets the job's orphans. After its death, this process does."""
+        """True while the first guardian lives, which adopts the job's orphans. Afterwards, this process adopts them."""
         return self._is_parent
 
     def adopt(self, member: ProcessId) -> None:
-        """Reports a process of the job that the guardian can't find itself."""
+        """Tells the guardian about a process of the job that it can't find itself."""
         self._members = [*(process_id for process_id in self._members if process_id.is_alive()), member]
         self._write(str(member).encode())
 
@@ -181,7 +185,7 @@ class Guardian:
             return
 
     def _next_line(self) -> bytes:
-        """Returns a line; empty if the guardian is gone. Raises BlockingIOError if there is none yet."""
+        """Returns a line from the guardian; empty if it is gone. Raises BlockingIOError if there is no line yet."""
         while b"\n" not in self._rest:
             chunk = os.read(self._reports, 4096)
             if not chunk:
@@ -191,7 +195,7 @@ class Guardian:
         return line
 
     def _look_after(self, now: float) -> None:
-        """Replaces a dead guardian, and kills a stopped one that doesn't report the agent's end."""
+        """Replaces a dead guardian, and kills a guardian that is stopped and so doesn't report that the agent ended."""
         assert self._agent is not None
         if self.pid and self._is_parent and (self._ended_s or now >= self._agent_due_s):
             self._agent_due_s = now + AGENT_EVERY_S
@@ -218,7 +222,7 @@ class Guardian:
         say(f"the guardian of this job {how}; starting a new one")
 
     def _mend(self) -> None:
-        """Starts another guardian. It isn't the job's parent, so orphans must be reported to it."""
+        """Starts a replacement guardian. It isn't the job's parent, so it must be told about the job's orphans."""
         from safelaunch.system.console import say
 
         commands, own_end = os.pipe()

@@ -1,7 +1,7 @@
-"""The guardian's code: watches a job, and ends it if the supervisor is killed. See ``guardian``.
+"""Runs in the guardian: watches a job, and ends it if the supervisor is killed. See ``guardian``.
 
-The supervisor forks the first guardian, the job's parent. Later guardians, which supervisors or beacons start, are new
-interpreters. They find the job by the records in the run directory.
+The supervisor forks the first guardian, which is the job's parent. Later guardians are new interpreters, started by a
+supervisor or a beacon. They find the job by the records in the run directory.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class First:
             _clean_up(self._run.root, self._group)
 
     def _may_go(self, agent: ProcessId, at_once: bool) -> None:
-        """Waits until the supervisor releases the job. Raises OSError if it was killed."""
+        """Waits until the supervisor lets the job start. Raises OSError if the supervisor was killed."""
         if at_once and self._group is not None:
             self._group.add(agent.pid)
         self._recorded.add(agent.pid)
@@ -88,7 +88,7 @@ class First:
             raise InterruptedError(errno.EINTR, "the supervisor was killed")
 
     def _settle(self) -> tuple[int, int]:
-        """Closes inherited descriptors; returns a pipe that gets readable when a child ends."""
+        """Closes inherited descriptors. Returns the supervisor's pipe, and one that is readable when a child ends."""
         woken, wake = os.pipe()
         os.set_blocking(woken, False)
         os.set_blocking(wake, False)
@@ -101,7 +101,7 @@ class First:
         return commands, woken
 
     def _stay(self, pipe: int, woken: int) -> bool:
-        """Returns False if the supervisor dismisses this guardian, True if it was killed."""
+        """Watches until the supervisor dismisses this guardian (returns False) or is killed (returns True)."""
         commands = Commands(pipe)
         look = Every(ORPHANS_EVERY_S, self._note_orphans)
         while True:
@@ -116,7 +116,10 @@ class First:
                 self._helpers.update(message.members)
 
     def _reap(self) -> None:
-        """Reaps children. First, reports the agent's end: if we are killed, the supervisor can then reap the agent."""
+        """Reaps children, after reporting the agent's end.
+
+        The report comes first because, if this guardian is killed in between, the supervisor can still reap the agent.
+        """
         assert self._agent is not None
         try:
             if not self._ended and (ended := os.waitid(os.P_PID, self._agent.pid, LEAVE_IT)) is not None:
@@ -147,7 +150,7 @@ class First:
         return helpers | {*process.descendants([os.getpid()])} | members_of(self._group)
 
     def _kill(self) -> None:
-        """Kills the job, at once by its group or else repeatedly, because escaping processes become our children."""
+        """Kills the job: at once by its control group, else repeatedly, because escaping processes become children."""
         if self._group is not None:
             self._group.kill()
         deadline = time.monotonic() + CHASE_S
@@ -159,7 +162,7 @@ class First:
 
 @dataclass(frozen=True, slots=True)
 class SupervisorMessage:
-    """Dismissal, or processes of the job that can't be found from others."""
+    """Message from the supervisor: a dismissal, or processes of the job that the guardian can't find itself."""
 
     well: bool
     members: list[ProcessId]
@@ -171,7 +174,7 @@ class Commands:
         self._rest = b""
 
     def read(self) -> SupervisorMessage | None:
-        """Reads a message; returns None if the supervisor was killed."""
+        """Reads a message from the supervisor; returns None if the supervisor was killed."""
         chunk = os.read(self.pipe, 65536)
         if not chunk:
             return None
@@ -180,7 +183,7 @@ class Commands:
 
 
 class Every:
-    """Calls ``work`` every ``seconds``, or less often if it takes long."""
+    """Calls ``work`` every ``seconds``, or less often if ``work`` takes long."""
 
     def __init__(self, seconds: float, work: Callable[[], object]) -> None:
         self._seconds = seconds
@@ -204,7 +207,7 @@ def _wait_status(ended: os.waitid_result) -> int:
 
 
 def replace(root: str, descriptors: Sequence[int]) -> NoReturn:
-    """Runs a new interpreter in place of a dead guardian; it isn't the job's parent.
+    """Runs in a new interpreter that replaces a dead guardian; it isn't the job's parent.
 
     Args:
         descriptors: The supervisor's pipe, then the leases.
@@ -228,7 +231,7 @@ def replace(root: str, descriptors: Sequence[int]) -> NoReturn:
 
 
 def rescue(root: str) -> NoReturn:
-    """Ends the job after supervisor and guardian were killed, in an interpreter that a beacon started."""
+    """Ends the job after supervisor and guardian were killed. Runs in an interpreter started by a beacon."""
     starter = process.identify(os.getppid())
     _begin()
     run = RunPaths(Path(root))
@@ -278,9 +281,9 @@ def _begin() -> None:
 
 
 def disguise(name: str) -> None:
-    """Changes this process's name and command line, so that killing safelaunch by name spares it.
+    """Changes this process's name and command line, so that killing processes named safelaunch spares it.
 
-    Overwrites the memory of the arguments, which only /proc still reads.
+    To change the command line, overwrites the arguments in memory, which only /proc still reads.
     """
     try:
         with open("/proc/self/stat", "rb") as stat:

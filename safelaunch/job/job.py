@@ -1,4 +1,4 @@
-"""A started job: its processes, signals and end. Also safelaunch's exit codes."""
+"""A started job: its processes, its end, and the signals forwarded to it. Also defines safelaunch's exit codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOLD_S = 2.0  # longest delay of Ctrl-C for evidence
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A started job: its first process, usually torchrun's agent, and its run directory (None: not watched)."""
+    """A started job. Its first process is usually torchrun's agent; ``run`` is None if the job isn't watched."""
 
     plan: Plan
     agent: ProcessId
@@ -41,7 +41,7 @@ class JobProcesses:
         self._orphans: set[ProcessId] = set()
 
     def ended(self) -> int | None:
-        """Returns the agent's wait status after its end. Also replaces a dead guardian."""
+        """Returns the agent's wait status, or None while it runs. Also replaces a dead guardian."""
         return process.reap(self.agent.pid) if self._guardian is None else self._guardian.ended()
 
     def look_for_orphans(self) -> None:
@@ -54,7 +54,7 @@ class JobProcesses:
                 self._guardian.adopt(orphan)
 
     def adopt_helper(self, pid: int) -> None:
-        """Reports one of safelaunch's programs, which must end if this process is killed."""
+        """Tells the guardian about one of safelaunch's own programs, which must also end if this process is killed."""
         helper = process.identify(pid)
         if helper is not None and self._guardian is not None:
             self._guardian.adopt(helper)
@@ -70,7 +70,7 @@ class JobProcesses:
         return process.descendants([os.getpid(), *self._guardians()], exclude=self._not_the_jobs())
 
     def end_all(self, grace_s: float = GRACE_S) -> tuple[ProcessId, ...]:
-        """Sends SIGTERM, then SIGKILL; returns the processes that can't be killed. Takes seconds."""
+        """Sends SIGTERM, then SIGKILL, to the whole job; returns processes that can't be killed. Takes seconds."""
         group = self._guardian.group if self._guardian is not None else None
         return process.end_all(self.agent, self.all, grace_s=grace_s, kill=kill_of(group))
 
@@ -78,7 +78,7 @@ class JobProcesses:
         return process.descendants([self.agent.pid])
 
     def end_ranks(self) -> tuple[ProcessId, ...]:
-        """Ends the agent's current descendants, but not later ones."""
+        """Ends the agent's current descendants, but not those that it starts later."""
         ranks = self.ranks()
         for rank in ranks:
             rank.send(signal.SIGTERM)
@@ -98,12 +98,12 @@ WAKES = frozenset(int(number) for number in (*FORWARDED, signal.SIGCHLD, signal.
 
 
 class Forwarder:
-    r"""Waits for a signal or a child's end, and forwards each signal to the job once.
+    r"""Waits for a signal or for a child to exit, and forwards each signal to the job once.
 
     Args:
-        pid: The job's first process; None if it gets signals itself.
-        hold: Called at the first SIGINT. If it returns True, the signal is sent by ``release``, after ``HOLD_S``, or
-            when the next one arrives.
+        pid: The job's first process; None if the job receives signals directly.
+        hold: Called at the first SIGINT. If it returns True, the signal is sent only by ``release``, after ``HOLD_S``,
+            or when the next signal arrives.
         on_quit: Called for Ctrl-\ instead of ending the job.
     """
 
@@ -131,7 +131,7 @@ class Forwarder:
         return self._held is not None
 
     def wait(self, timeout_s: float) -> None:
-        """Returns after ``timeout_s`` seconds, a child's end, or a forwarded signal."""
+        """Waits until ``timeout_s`` seconds pass, a child exits, or a signal is forwarded."""
         # CPython 3.11 returns an uninitialised siginfo if sigtimedwait times out and is interrupted (Ctrl-Z, then fg):
         # the job would get a signal that no process sent.
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
@@ -142,7 +142,7 @@ class Forwarder:
             self.release()
 
     def take(self, signum: int, *, by_terminal: bool) -> None:
-        """Handles a signal. ``by_terminal`` means that a key sent it."""
+        """Handles a signal. ``by_terminal`` is True if a key such as Ctrl-C sent it."""
         if signum == signal.SIGQUIT and by_terminal and self._on_quit is not None and not self.stops:
             self._on_quit()
             return

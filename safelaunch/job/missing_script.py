@@ -1,7 +1,7 @@
-"""Checks if torchrun's script, module or program exists.
+"""Checks that the script, module or program given to torchrun exists.
 
-Passes anything that might start: a directory or archive with ``__main__.py``, a pipe, standard input, a path within an
-archive, and modules or programs that only the ranks find.
+Accepts anything that might start: a directory or archive with ``__main__.py``, a pipe, standard input, a path within an
+archive, and modules or programs that only the ranks can find.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _MOST_NAMES = 2000
 
 
 def why_missing(script: Sequence[str], options: Collection[str], environ: Mapping[str, str], python: str) -> str:
-    """Returns why the first word of ``script`` can't be started, or "".
+    """Returns the reason why the script, module or program ``script[0]`` can't be started; "" if it can.
 
     Args:
-        options: Torchrun's options, in full.
-        python: Interpreter that torchrun starts.
+        options: torchrun's options, unabbreviated.
+        python: Interpreter that torchrun uses for the ranks.
     """
     word = script[0] if script else ""
     if not word or word.startswith("-"):
@@ -45,7 +45,7 @@ def _program(word: str, environ: Mapping[str, str]) -> str:
 
 
 def _module(word: str) -> str:
-    """Looks for the first part of a name: a package can extend its own path."""
+    """Looks only for the first part of a module's name, because a package can extend its own path."""
     import importlib.util
 
     name = word.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Finds launches that would fail or do something unintended. Pure."""
+"""Finds launches that would fail or wouldn't do what the user intended. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FROM_ELSEWHERE = {
 
 
 def nodes_never_meet(command: CommandLine, options: Collection[str], environ: Mapping[str, str]) -> str:
-    """Returns why a job's nodes can't find each other, or "".
+    """Returns why the nodes of a job can't find each other; "" if they can.
 
     Source: ``run`` in ``torch/distributed/run.py``: with ``--standalone``, each node has its own rendezvous.
     """
@@ -35,7 +35,7 @@ def nodes_never_meet(command: CommandLine, options: Collection[str], environ: Ma
 
 
 def port_to_serve(command: CommandLine, options: Collection[str], environ: Mapping[str, str]) -> int | None:
-    """Returns the port, if the user chose it, that torchrun will serve on this node.
+    """Returns the port on which torchrun will listen on this node; None if it listens on none that the user chose.
 
     Source: ``get_rdzv_endpoint`` in ``torch/distributed/run.py``, and torch's static and c10d rendezvous.
     """
@@ -54,7 +54,7 @@ def port_to_serve(command: CommandLine, options: Collection[str], environ: Mappi
 
 
 def has_no_number_of_processes(command: CommandLine, environ: Mapping[str, str]) -> bool:
-    """True if torchrun starts a single process because no number was given."""
+    """Returns whether torchrun will start only one process because no number of processes was given."""
     return command.program is None and not of_torchrun(command, environ, "--nproc-per-node", "--np", "")
 
 
@@ -68,7 +68,7 @@ def python_script(words: Sequence[str]) -> str:
 
 
 def misplaced(script: Sequence[str], flags: Collection[str], read: Callable[[], str]) -> list[str]:
-    """Returns safelaunch's ``flags`` that come after the script, if it doesn't clearly read them.
+    """Returns those of safelaunch's ``flags`` that come after the script, unless the script seems to read them itself.
 
     Args:
         read: Returns the script's source; called only if needed.
@@ -80,7 +80,7 @@ def misplaced(script: Sequence[str], flags: Collection[str], read: Callable[[], 
 
 
 def reads_option(source: str, flag: str) -> bool:
-    """True if a script might read this option: by argparse, click, absl, a dataclass or a function's parameters."""
+    """Returns whether a script might read this option: by argparse, click, absl, a dataclass or parameters."""
     name = re.escape(flag[2:]).replace(r"\-", "[-_]")
     if re.search(rf"(?<![\w-])(?:--{name}(?![\w-])|{name} *[:=](?!=)|(?P<quote>[\"']){name}(?P=quote))", source):
         return True
@@ -88,7 +88,7 @@ def reads_option(source: str, flag: str) -> bool:
 
 
 def imported_names(source: str) -> set[str]:
-    """Returns modules that Python source might import, relative ones without dots."""
+    """Returns the modules that Python source might import; relative imports lose their leading dots."""
     names: set[str] = set()
     try:
         nodes = list(ast.walk(ast.parse(source)))
@@ -108,7 +108,7 @@ def may_be_a_rank(text: bytes) -> bool:
 
 
 def lacks_rank_variables(script: str, source: ast.AST) -> str:
-    """Returns a message if a script needs a rank's variables but doesn't set them."""
+    """Returns a message if a script needs the variables of a rank but doesn't set them, else ""."""
     nodes = list(ast.walk(source))
     read = [node.slice for node in nodes if isinstance(node, ast.Subscript) and _is_read(node)]
     if not (read or any(_takes_variables(node) for node in nodes)):
@@ -141,7 +141,7 @@ def _may_make_ranks(node: ast.AST) -> bool:
 
 
 def lacks_nccl(script: str, source: ast.AST, version: str) -> str:
-    """Returns a message if a script initialises NCCL alone, and torch lacks it."""
+    """Returns a message if a script initializes only NCCL and this torch was built without it, else ""."""
     calls = [node for node in ast.walk(source) if _is_initialisation(node)]
     if not calls or not all(_backend_of(call) == "nccl" for call in calls):
         return ""

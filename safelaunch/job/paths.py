@@ -1,7 +1,7 @@
 """Paths in a run directory, and the life cycle of run directories and unfinished bundles.
 
-A run locks its directory (flock) while its supervisor or guardian lives; the next run removes unlocked ones. Pids don't
-identify runs, because containers that share /tmp use the same ones.
+A run's directory is locked (flock) while its supervisor or guardian lives; later runs remove unlocked ones. Pids can't
+identify runs, because the same pid can occur in several containers that share /tmp.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ LOCK_DEADLINE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """A run directory: private, short, on a local disk, removed when the run ends."""
+    """A run directory. It is private, has a short path, is on a local disk, and is removed when the run ends."""
 
     root: Path
     lock: int = -1  # the supervisor's descriptor, or -1
 
     @property
     def owner(self) -> Path:
-        """Supervisor's pid and start time, in its pid namespace."""
+        """File with the supervisor's pid and start time, as seen in its pid namespace."""
         return self.root / "owner"
 
     @property
     def early(self) -> Path:
-        """Results of early looks, for other programs."""
+        """File with the results of early looks, for other programs."""
         return self.root / "early.json"
 
     @property
     def wrong(self) -> Path:
-        """Wrong results found by monitors, for other programs."""
+        """File with the wrong results that monitors found, for other programs."""
         return self.root / "wrong.json"
 
     @property
@@ -61,7 +61,7 @@ class RunPaths:
 
     @property
     def flight_recorder(self) -> Path:
-        """Directory for dumps of torch and NCCL."""
+        """Directory for Flight Recorder dumps of torch and NCCL."""
         return self.root / "flight_recorder"
 
     @property
@@ -74,35 +74,35 @@ class RunPaths:
 
     @property
     def life(self) -> Path:
-        """Pipe that the supervisor holds open, so that its readers notice its death."""
+        """Pipe that the supervisor holds open. Its readers notice when the supervisor dies."""
         return self.root / layout.LIFE
 
     @property
     def keepers(self) -> Path:
-        """Pipe held open by every process that would end the job."""
+        """Pipe held open by every process that ends the job if the supervisor is killed."""
         return self.root / layout.KEEPERS
 
     @property
     def rescue(self) -> Path:
-        """Interpreter and code to start another guardian."""
+        """File with the interpreter and code that start another guardian."""
         return self.root / layout.RESCUE
 
     @property
     def members(self) -> Path:
-        """Processes and control group of the job, for another guardian."""
+        """File with the processes and control group of the job, so that another guardian can find them."""
         return self.root / layout.MEMBERS
 
     def of_page(self, name: str, suffix: str) -> Path:
-        """Returns a file of page ``name``: its socket, ring, fault file, ..."""
+        """Returns the file of page ``name`` with this suffix: its socket, ring, fault file, ..."""
         return self.pages / (name + suffix)
 
 
 def run_root(environ: Mapping[str, str], uid: int) -> Path:
-    """Returns the directory of this user's run directories; it might not exist.
+    """Returns the directory that holds this user's run directories; it might not exist.
 
-    ``$XDG_RUNTIME_DIR/safelaunch`` if that is private and short enough for unix sockets, else
-    ``/tmp/safelaunch-<uid>``. If another user has that name, creates ``/tmp/safelaunch-<uid>-<random>`` at once, so
-    that it can't be taken as well.
+    It is ``$XDG_RUNTIME_DIR/safelaunch`` if that is private and short enough for unix sockets, else
+    ``/tmp/safelaunch-<uid>``. If another user owns that name, creates ``/tmp/safelaunch-<uid>-<random>`` immediately,
+    so that no other user can take that name, too.
     """
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     if runtime and len(runtime) + len("/safelaunch") <= LONGEST_RUN_DIR - 20 and is_private(Path(runtime), uid):
@@ -114,7 +114,7 @@ def run_root(environ: Mapping[str, str], uid: int) -> Path:
 
 
 def other_roots(uid: int) -> tuple[Path, ...]:
-    """Returns the ``-<random>`` directories from ``run_root``."""
+    """Returns the ``/tmp/safelaunch-<uid>-<random>`` directories that ``run_root`` created earlier."""
     try:
         with os.scandir(TMP) as entries:
             names = sorted(entry.name for entry in entries if entry.name.startswith(f"safelaunch-{uid}-"))
@@ -133,7 +133,7 @@ def _new_root(uid: int) -> Path | None:
 
 
 def is_private(path: Path, uid: int) -> bool:
-    """True for a directory that only this user can write to."""
+    """Returns whether only this user can write to the directory."""
     try:
         info = path.lstat()
     except OSError:
@@ -149,7 +149,7 @@ def may_be_ours(directory: Path) -> bool:
 def create_run(root: Path, pid: int, uid: int) -> RunPaths:
     """Creates and locks ``r<pid>`` below ``root`` (mode 0700). Raises OSError if that is impossible or unsafe.
 
-    If a dead run, or one in another pid namespace, has that name, adds a number.
+    Appends a number if the name belongs to a dead run, or to a run in another pid namespace.
     """
     try:
         root.mkdir(mode=0o700, parents=False)
@@ -184,7 +184,7 @@ def _furnish(run: RunPaths, pid: int) -> RunPaths:
 
 
 def _lock(directory: Path) -> int:
-    """Locks a new directory, which another run might be testing; returns the descriptor."""
+    """Locks a new directory; returns the descriptor. Retries, because another run might be testing the lock."""
     descriptor = os.open(directory, _DIRECTORY)
     deadline = time.monotonic() + LOCK_DEADLINE_S
     try:
@@ -199,7 +199,7 @@ def _lock(directory: Path) -> int:
 
 
 def is_held(directory: Path) -> bool:
-    """True if a live process in any pid namespace uses the directory, or might."""
+    """Returns whether a live process, in any pid namespace, uses the directory; True if that can't be determined."""
     try:
         descriptor = os.open(directory, _DIRECTORY)
     except FileNotFoundError:
@@ -240,15 +240,15 @@ def working_directory() -> Path:
 
 
 def seen_from_here(path: str) -> str:
-    """Returns a path for display, relative to the working directory if below it."""
+    """Returns a path for display: relative to the working directory if it is inside it."""
     here = working_directory()
     return os.fspath(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
 def sweep(root: Path) -> int:
-    """Removes unlocked run directories below ``root``; returns their number.
+    """Removes unlocked run directories below ``root``; returns how many.
 
-    Without an owner file, a directory might be new, so it is kept for an hour.
+    A directory without an owner file might be new, so it is kept for an hour.
     """
     return sum(
         _remove_unless_held(entry)
@@ -265,7 +265,7 @@ def _is_older(path: Path, seconds: float) -> bool:
 
 
 def local_bundles() -> Path:
-    """Returns the directory for bundles in progress, and for those that can't be written elsewhere."""
+    """Returns the directory for bundles in progress, and for finished ones that can't be written where they belong."""
     return run_root({}, os.getuid()) / "bundles"
 
 
@@ -280,7 +280,7 @@ class Unfinished:
         return place / f".{run_dir.name}-{outcome}-{time.time_ns()}"
 
     def hold(self, directory: Path) -> None:
-        """Locks a directory, if possible; a young one is safe for a while without. Call it after each creation."""
+        """Locks a directory, if possible. Call it right after creating one: while young, it is safe even unlocked."""
         self.let_go(directory)
         try:
             self._held[directory] = _lock(directory)
@@ -288,7 +288,7 @@ class Unfinished:
             return
 
     def let_go(self, directory: Path) -> None:
-        """Unlocks a bundle that was published or abandoned."""
+        """Unlocks a bundle after it was published or abandoned."""
         descriptor = self._held.pop(directory, -1)
         if descriptor >= 0:
             os.close(descriptor)
@@ -302,13 +302,13 @@ class Unfinished:
 
 
 def discard_unfinished(run_name: str) -> None:
-    """Removes unfinished bundles of a killed supervisor (``r4711``)."""
+    """Removes the unfinished bundles left by the run ``run_name`` (``r4711``), whose supervisor was killed."""
     for entry in local_bundles().glob(f".{run_name}-*"):
         if re.fullmatch(re.escape(f".{run_name}") + r"-[a-z]+-\d+", entry.name):  # not r4711-1 for r4711
             _remove_unless_held(entry)
 
 
 def sweep_unfinished(directory: Path) -> int:
-    """Removes unfinished bundles of killed supervisors in ``directory``; returns their number."""
+    """Removes unfinished bundles that killed supervisors left in ``directory``; returns how many."""
     entries = [entry for entry in directory.glob(".r[0-9]*-*-*") if _is_older(entry, UNFINISHED_S)]
     return sum(_remove_unless_held(entry) for entry in entries)

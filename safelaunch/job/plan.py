@@ -1,4 +1,4 @@
-"""A job's plan: arguments and environment, each variable with its origin. Pure."""
+"""Plans a job: its arguments and its environment, with the origin of each variable. Pure."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def build(command: CommandLine, settings: Settings, torch: TorchInstallation, ar
 def build_exec(
     words: tuple[str, ...], program: str, settings: Settings, torch: TorchInstallation | None, around: Surroundings
 ) -> Plan:
-    """Plans any command; ``program`` is the path of ``words[0]``."""
+    """Plans the job of ``safelaunch exec``, any command. ``program`` is the path of ``words[0]``."""
     name, own = name_of_command(words), {"SAFELAUNCH_MODE": "exec"}
     return replace(_plan((program, *words[1:]), name, settings, torch, around, own), script=words, by_torchrun=False)
 
@@ -81,9 +81,9 @@ def build_beside(
     around: Surroundings,
     caller: int,
 ) -> Plan:
-    """Plans ranks that process ``caller`` (command line ``argv``) starts itself, as torchrun would.
+    """Plans ranks that process ``caller`` (whose command line is ``argv``) starts itself, as torchrun would.
 
-    The caller needs the variables of ``env`` that differ from its own.
+    In the plan's ``env``, the caller needs to set those variables that differ from its own.
     """
     own = {"SAFELAUNCH_AGENT_PID": str(caller)}
     plan = _plan(argv, default_name(command), settings, torch, around, own)
@@ -100,12 +100,12 @@ def _plan(
     *,
     restarts_here: bool = False,
 ) -> Plan:
-    """Makes a plan.
+    """Builds the parts common to all plans.
 
     Args:
-        name: Default name of the run.
-        own: More variables.
-        restarts_here: torchrun restarts ranks, and all of them run here.
+        name: Name of the run if the settings give none.
+        own: Additional variables.
+        restarts_here: True if torchrun restarts ranks, and all of them run on this node.
     """
     applied, env = _environment(settings, around, own or {}, restarts_here)
     return Plan(
@@ -164,7 +164,7 @@ def _origin(settings: Settings, option: str) -> str:
 
 
 def _apply(settings: tuple[EnvSetting, ...], environ: Mapping[str, str], run_dir: Path) -> tuple[PlanVariable, ...]:
-    """Returns the variables of presets and configuration, with ``{run_dir}`` filled in. Exported values win."""
+    """Returns the variables set by presets and configuration, with ``{run_dir}`` filled in. Exported ones win."""
     applied = []
     for setting in settings:
         kept = setting.name in environ or any(name in environ for name in setting.yields_to)
@@ -175,7 +175,10 @@ def _apply(settings: tuple[EnvSetting, ...], environ: Mapping[str, str], run_dir
 
 
 def injection(environ: Mapping[str, str], run_dir: Path, supervisor_pid: int) -> dict[str, str]:
-    """Returns the variables that start the beacon. SAFELAUNCH_PYTHONPATH keeps a PYTHONPATH, even an empty one."""
+    """Returns the variables that start the beacon in each Python process of the job.
+
+    SAFELAUNCH_PYTHONPATH preserves the user's PYTHONPATH, even an empty one.
+    """
     inject = os.fspath(Path(__file__).parents[1] / "beacon" / "inject")
     own = environ.get("PYTHONPATH")
     variables = {
@@ -189,7 +192,7 @@ def injection(environ: Mapping[str, str], run_dir: Path, supervisor_pid: int) ->
 
 
 def in_directory(plan: Plan, run_dir: Path) -> Plan:
-    """Changes the run directory, as a run in another pid namespace might use the planned one."""
+    """Replaces the plan's run directory, because a run in another pid namespace might already use the planned one."""
     if run_dir == plan.run_dir:
         return plan
     old, new = os.fspath(plan.run_dir), os.fspath(run_dir)
@@ -204,14 +207,14 @@ def in_directory(plan: Plan, run_dir: Path) -> Plan:
 
 
 def default_name(command: CommandLine) -> str:
-    """Returns the name of script or module, without directory and suffix."""
+    """Returns the name of the script or module, without directory and suffix."""
     script = command.script[0] if command.script else "run"
     stem = script.rpartition(".")[2] if command.has_flag("-m", "--module") else Path(script).stem
     return _file_name(stem)
 
 
 def name_of_command(words: tuple[str, ...]) -> str:
-    """Returns the first word like a file: ``train`` for ``python train.py``, ``run`` for ``bash run.sh``."""
+    """Returns the first word that looks like a file: ``train`` for ``python train.py``, ``run`` for ``bash run.sh``."""
     script = next((word for word in words[1:] if Path(word).suffix in (".py", ".sh")), words[0])
     return _file_name(Path(script).stem)
 

@@ -1,7 +1,7 @@
 """Starts, signals and reaps the job's processes.
 
-Pid *and* start time identify a process. safelaunch never signals by name, by environment, or by a pid that might have a
-new owner.
+A process is identified by its pid *and* its start time. safelaunch never signals processes by name, by environment, or
+by a pid that might have been reused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ProcessId:
         return f"{self.pid} {self.start_ticks}"
 
     def is_alive(self) -> bool:
-        """Returns whether the process runs; a zombie doesn't."""
+        """Returns whether the process is running; False for a zombie."""
         stat = procstat.read(self.pid)
         return stat is not None and stat.start_ticks == self.start_ticks and stat.state not in "ZX"
 
@@ -51,7 +51,7 @@ class ProcessId:
         return stat is not None and stat.start_ticks == self.start_ticks and stat.state in "Tt"
 
     def send(self, signum: int) -> bool:
-        """Returns whether it sent the signal: the pid must still be this process's."""
+        """Sends a signal, if the pid still belongs to this process; returns whether it did."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -70,7 +70,7 @@ class ProcessId:
         return True
 
     def _send_by_pid(self, signum: int) -> bool:
-        """Sends a signal without pidfd, which kernels before 5.3 lack."""
+        """Sends a signal by pid, for kernels before 5.3, which lack pidfd."""
         if not self.is_alive():
             return False
         try:
@@ -81,7 +81,7 @@ class ProcessId:
 
 
 def identify(pid: int) -> ProcessId | None:
-    """Returns the identity of a process, or a zombie; None if it is gone."""
+    """Returns the identity of a process, even of a zombie; None if it is gone."""
     stat = procstat.read(pid)
     return ProcessId(pid, stat.start_ticks) if stat else None
 
@@ -102,7 +102,7 @@ def descendants(
 
     Args:
         exclude: Pids to leave out, with everything below them.
-        table: A scan, made now if None.
+        table: Table of processes; None reads it now.
     """
     children: dict[int, list[ProcessId]] = {}
     for pid, (parent, start_ticks) in (process_table() if table is None else table).items():
@@ -121,8 +121,8 @@ def descendants(
 def block_signals() -> frozenset[signal.Signals]:
     """Blocks the signals that the supervisor waits for; returns the previous mask, for the job.
 
-    Call it in the main thread before there are others, which inherit the mask. Under ``nohup``, SIGHUP stays ignored
-    and isn't forwarded: torchrun would end the job.
+    Call it in the main thread before starting others, so that they inherit the mask. Under ``nohup``, SIGHUP stays
+    ignored and isn't forwarded, because torchrun would end the job.
     """
     kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD, signal.SIGALRM} - kept)
@@ -141,9 +141,9 @@ def start(
 
 
 def become_job(argv: Sequence[str], env: Mapping[str, str], mask: Iterable[int]) -> NoReturn:
-    """Runs the job's first process in a forked child; resets SIGPIPE and SIGXFSZ, which Python ignores.
+    """Runs in a forked child: becomes the job's first process. Resets SIGPIPE and SIGXFSZ, which Python ignores.
 
-    Resets SIGINT unless ignored: Python's handler would only note it, and the exec would lose the note.
+    Also resets SIGINT unless it is ignored: Python's handler would only set a flag, which exec would discard.
     """
     os.setsid()
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -159,9 +159,9 @@ def become_job(argv: Sequence[str], env: Mapping[str, str], mask: Iterable[int])
 def fork(become: Callable[[], NoReturn], tell: Callable[[ProcessId], None] | None = None) -> ProcessId:
     """Forks a child in which ``become`` calls ``exec``, and returns after the exec.
 
-    ``tell`` gets the process first. The child waits for it, and exits if this process is killed or ``tell`` raises, so
-    that every running process is recorded. Raises what ``tell`` raises, and OSError if the exec fails. Call it while
-    this process has one thread.
+    The child waits until ``tell`` has returned, so every process is recorded before it runs. It exits if ``tell``
+    raises, or if this process is killed. Raises what ``tell`` raises, and OSError if the exec fails. Call it while this
+    process has only one thread.
     """
     may_go, go = os.pipe()
     problem, report = os.pipe()
@@ -191,7 +191,7 @@ def fork(become: Callable[[], NoReturn], tell: Callable[[ProcessId], None] | Non
 
 
 def _become(become: Callable[[], NoReturn], may_go: int, report: int) -> NoReturn:
-    """Runs ``become`` in the forked child. Writes an error number to ``report``."""
+    """Runs ``become`` in the forked child once ``may_go`` permits. If it fails, writes the error to ``report``."""
     try:
         if os.read(may_go, 1):
             become()
@@ -202,9 +202,9 @@ def _become(become: Callable[[], NoReturn], may_go: int, report: int) -> NoRetur
 
 
 def adopted(keep: Iterable[int]) -> tuple[ProcessId, ...]:
-    """Returns the job's orphans: children neither in ``keep`` nor in our session. Reaps ended ones.
+    """Returns the job's orphans that this process adopted: its children outside ``keep`` and outside its session.
 
-    Our own programs (py-spy, copies) share our session; torchrun and everything below it don't.
+    Our own programs (py-spy, copies) share our session; torchrun and everything below it don't. Reaps ended orphans.
     """
     kept = set(keep)
     foreign = [pid for pid in _children_in_session(ours=False) if pid not in kept]
@@ -213,7 +213,7 @@ def adopted(keep: Iterable[int]) -> tuple[ProcessId, ...]:
 
 
 def helpers() -> list[int]:
-    """Returns children in our session, such as a bundle's copier."""
+    """Returns this process's children in its own session, such as a bundle's copier."""
     return _children_in_session(ours=True)
 
 
@@ -230,7 +230,7 @@ def _children_in_session(*, ours: bool) -> list[int]:
 
 
 def children() -> list[int]:
-    """Returns our children from the kernel's lists (CONFIG_PROC_CHILDREN), else from all of /proc."""
+    """Returns our children, from the kernel's lists (CONFIG_PROC_CHILDREN) if available, else by a scan of /proc."""
     pids: list[int] = []
     try:
         for thread in os.scandir("/proc/self/task"):
@@ -242,14 +242,14 @@ def children() -> list[int]:
 
 
 class Children:
-    """Children of this single-threaded process. Polling them costs one system call while they don't change."""
+    """Lists the children of this single-threaded process. Polling costs one system call while they don't change."""
 
     def __init__(self) -> None:
         self._list = -1
         self._last = b""
 
     def new(self) -> list[int]:
-        """Returns all children if some came or went since the last call, else none."""
+        """Returns all children if any started or ended since the last call, else an empty list."""
         try:
             if self._list < 0:
                 self._list = os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY | os.O_CLOEXEC)
@@ -265,7 +265,7 @@ class Children:
 
 
 def become_subreaper() -> None:
-    """Makes us the parent of orphans below us, even if their parents still run (Linux 4.11)."""
+    """Makes this process the parent of all orphans below it, even of processes that are orphaned later (Linux 4.11)."""
     try:
         import _ctypes  # all of ctypes takes 3 ms and 0.7 MiB, while the job waits
 
@@ -286,7 +286,7 @@ def reap(pid: int) -> int | None:
 
 
 def end_as(status: int) -> int:
-    """Returns a job's exit code, or ends this process by the signal that ended the job."""
+    """Returns the exit code of a job; if a signal ended the job, ends this process by the same signal."""
     if not os.WIFSIGNALED(status):
         return os.waitstatus_to_exitcode(status)
     signum = os.WTERMSIG(status)
@@ -311,9 +311,9 @@ def end_all(
 ) -> tuple[ProcessId, ...]:
     """Sends SIGTERM, and SIGKILL after ``grace_s``; returns processes that are stuck in the kernel (D state).
 
-    The agent gets SIGTERM first, so that torchrun ends its ranks; then the rest. ``kill`` kills what it can at once.
-    ``find`` is called until it is empty twice, because processes might start in the meantime, and one pass over /proc
-    can miss a process with an ending parent.
+    SIGTERM goes to the agent first, so that torchrun ends its ranks, then to the other processes. ``kill`` kills as
+    many as it can in one call. ``find`` is called until it returns nothing twice in a row, because processes might
+    start in the meantime, and a single scan of /proc can miss a process whose parent is ending.
     """
     processes: set[ProcessId] = {agent} if agent is not None else set()
     asked: set[ProcessId] = set()

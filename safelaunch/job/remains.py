@@ -1,8 +1,8 @@
 """Finds the remaining processes of a job, for a guardian that isn't their parent.
 
-The run directory records the job's first process, control group and orphans, from which the others are found. Pid and
-start time identify each. Because a stranger might carry a sign, the environment counts only for an orphan of this user
-that started after the job.
+The run directory records the job's first process, control group and orphans; the other processes are found from these.
+Each is identified by pid and start time. The run's mark in a process's environment is accepted only for an orphan that
+belongs to this user and started after the job, because unrelated processes might carry the mark.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def note(run: RunPaths, what: str, value: str) -> None:
 
 
 class Remains:
-    """Remaining processes of a job, except ``spare``."""
+    """Remaining processes of a job, except the process ``spare``."""
 
     def __init__(self, run: RunPaths) -> None:
-        """Reads the record. ``agent`` is None if the job didn't start."""
+        """Reads the record. Sets ``agent`` to None if the job didn't start."""
         lines = [line.partition(" ") for line in text_of(run.members).splitlines()]
         listed = {what: parse([value for kind, _, value in lines if kind == what]) for what in ("agent", "orphan")}
         group = next((value for kind, _, value in lines if kind == "group"), None)
@@ -47,7 +47,7 @@ class Remains:
         self._known.update(members)
 
     def find(self) -> set[ProcessId]:
-        """Returns all live processes: known ones, their descendants and sessions, and orphans with the run's mark."""
+        """Returns all live processes: known ones, their descendants, others in their sessions, marked orphans."""
         roots = self._known | set(parse(_workers(self._run.agent_events))) | members_of(self.group)
         alive = {root for root in roots if root.is_alive()}
         alive |= set(process.descendants((root.pid for root in alive), exclude=[os.getpid()]))
@@ -56,7 +56,7 @@ class Remains:
         return self._known - {self.spare} if self.spare is not None else self._known
 
     def _kindred(self, members: set[ProcessId]) -> Iterable[ProcessId]:
-        """Yields processes in sessions of live members, and marked orphans."""
+        """Yields processes in the sessions of live members, and orphans that carry the run's mark."""
         pids = {member.pid for member in members}
         for entry in list(os.scandir("/proc")):
             if not entry.name.isdigit() or (pid := int(entry.name)) in pids:
@@ -72,7 +72,7 @@ class Remains:
             return False
 
     def _is_marked_orphan(self, stat: procstat.Stat) -> bool:
-        """True for an orphan with the run's mark, and the parent that we got when the supervisor died."""
+        """Returns whether a process carries the run's mark and its parent is one that adopts the job's orphans."""
         if self.agent is None or stat.start_ticks < self.agent.start_ticks or stat.ppid not in _reapers(self.agent):
             return False
         try:
@@ -102,7 +102,7 @@ def parse(lines: Iterable[str]) -> list[ProcessId]:
 
 
 def _workers(events: Path) -> list[str]:
-    """Returns the workers of all attempts, by the agent's events."""
+    """Returns the workers of all attempts listed in the agent's events."""
     import json  # late: the first guardian doesn't need it
 
     lines = []

@@ -1,7 +1,7 @@
-"""The installed torchrun: its interpreter, version and options.
+"""Finds the installed torchrun: its interpreter, version and options.
 
-torch isn't imported, which would take over a second and hundreds of megabytes. The options come from the installed
-``torch/distributed/run.py``, which will parse the same words.
+Doesn't import torch, which would take over a second and hundreds of megabytes. The options come from the installed
+``torch/distributed/run.py``, which will parse the same command line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class TorchInstallation:
 def find(environ: Mapping[str, str]) -> TorchInstallation:
     """Returns the torch for the user's script: the active environment's, else this interpreter's, else PATH's.
 
-    PATH precedes an environment that pipx or ``uv tool`` made for safelaunch. Raises UsageError without torch.
+    PATH precedes this interpreter if pipx or ``uv tool`` made its environment for safelaunch. Raises UsageError if
+    there is no torch.
     """
     own, is_tool = _torch_on(sys.path), _is_tool()
     at_home = TorchInstallation(sys.executable, own, _version(own)) if own is not None else None
@@ -75,7 +76,7 @@ def _active(environ: Mapping[str, str], even_base: bool) -> Iterator[tuple[str, 
 
 
 def _on_path(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields the interpreters of the first ``torchrun`` and ``python3`` on PATH."""
+    """Yields the interpreters behind the first ``torchrun`` and the first ``python3`` on PATH."""
     from shutil import which
 
     script, python = (which(name, path=environ.get("PATH")) for name in ("torchrun", "python3"))
@@ -87,7 +88,7 @@ def _on_path(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _torch_on(path: list[str]) -> Path | None:
-    """Returns torch's directory in a plain installation, or (editable installs) by the import system."""
+    """Returns torch's directory on ``path`` (plain installation), else from the import system (editable one)."""
     for entry in path:
         package = Path(entry or ".") / "torch"
         if (package / "distributed" / "run.py").is_file() and (package / "version.py").is_file():
@@ -102,7 +103,7 @@ def _torch_on(path: list[str]) -> Path | None:
 
 
 def _interpreter_of(script: Path) -> str | None:
-    """Returns the interpreter of a console script, even of pip's ``#!/bin/sh`` form for long paths."""
+    """Returns the interpreter of a console script, even if the path is long and pip wrote the ``#!/bin/sh`` form."""
     match = re.match(r"#!\s*(?:/bin/sh\n'''exec' \"?([^\"\n]+?)\"? \"\$0\"|([^\n]+))", text_of(script)[:4096])
     if match is None:
         return None
@@ -133,7 +134,7 @@ def _version(package: Path) -> str:
 
 
 def has_nccl(package: Path) -> bool:
-    """True for a build for NVIDIA or AMD GPUs, or for an unknown one."""
+    """Returns whether torch was built for NVIDIA or AMD GPUs; True if unknown."""
     return _in_version(package, "cuda") != "" or bool(_in_version(package, "hip"))
 
 
@@ -144,9 +145,9 @@ def _in_version(package: Path, name: str) -> str | None:
 
 
 def options(package: Path) -> dict[str, bool]:
-    """Returns the options of the installed torchrun: True if one takes a value.
+    """Returns the options of the installed torchrun, each True if it takes a value.
 
-    Source: ``get_args_parser`` in ``torch/distributed/run.py``, or the table of torch 2.13 below.
+    Source: ``get_args_parser`` in ``torch/distributed/run.py``; if that can't be read, the table of torch 2.13 below.
     """
     return _installed_options(package) or dict(KNOWN)
 
@@ -159,16 +160,17 @@ def _installed_options(package: Path) -> dict[str, bool]:
 
 
 def binds_any_port(package: Path) -> bool:
-    """True if a single-node job without a port gets a free one, as in torch 2.13; older versions use 29500.
+    """Returns whether torchrun picks a free port for a single-node job without a given one, as torch 2.13 does.
 
-    Source: ``run`` in ``torch/distributed/run.py``, which distinguishes a missing port from a given one.
+    Older versions use 29500. Source: ``run`` in ``torch/distributed/run.py``, which tells a missing port from a given
+    one.
     """
     text = text_of(package / "distributed" / "run.py")
     return not text or "args.master_port is None" in text  # True if unreadable
 
 
 class LazyOptions(Mapping[str, bool]):
-    """``options``, read at the first lookup."""
+    """The result of ``options``, read at the first lookup."""
 
     def __init__(self, package: Path) -> None:
         self._package = package
@@ -183,7 +185,7 @@ class LazyOptions(Mapping[str, bool]):
 
     @property
     def is_certain(self) -> bool:
-        """True if torchrun rejects all other options, because the table is its own."""
+        """True if torchrun rejects all other options: the table was read from its own source."""
         return bool(self._installed)
 
     def __getitem__(self, option: str) -> bool:
@@ -197,7 +199,7 @@ class LazyOptions(Mapping[str, bool]):
 
 
 def parse_options(source: str) -> dict[str, bool]:
-    """Returns the options that ``get_args_parser`` in ``source`` adds: True if one takes a value."""
+    """Returns the options that ``get_args_parser`` in ``source`` adds, each True if it takes a value."""
     # The function ends at the next statement without indentation.
     function = re.search(r"^def get_args_parser\b.*?(?=^[^\s)#]|\Z)", source, re.S | re.M)
     if function is None:
@@ -227,10 +229,10 @@ def _takes_value(call: ast.Call) -> bool:
 
 
 def launcher(python: str) -> Path:
-    """Returns the torchrun script next to ``python``, else an equivalent one of ours.
+    """Returns the torchrun script next to ``python``, else an equivalent script of safelaunch's.
 
-    ``python -m torch.distributed.run`` would import modules such as ``queue`` from the working directory, and call
-    itself ``run.py``.
+    ``python -m torch.distributed.run`` isn't used: it would import modules such as ``queue`` from the working
+    directory, and call itself ``run.py``.
     """
     installed = Path(python).parent / "torchrun"
     head = text_of(installed)[:4096]

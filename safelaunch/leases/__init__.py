@@ -1,1 +1,1 @@
-"""Leases on a node's GPUs and ports: kernel locks that end with their holders."""
+"""Leases GPUs and ports of a node. A lease is a set of kernel locks, which end with the processes that hold them."""

@@ -39,7 +39,7 @@ class LeasableGpu:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """The node's GPUs. A GPU in MIG mode appears as its instances."""
+    """The node's GPUs. Instead of a GPU in MIG mode, it lists the GPU's instances."""
 
     gpus: tuple[LeasableGpu, ...] = ()
     missing: str = ""  # why ``gpus`` is empty
@@ -65,11 +65,11 @@ class GpuRequest:
 
 
 def pool_of(environ: Mapping[str, str], gpus: Sequence[LeasableGpu]) -> GpuCandidates:
-    """Returns the GPUs that the user or the scheduler allows.
+    """Returns the GPUs that the user or the scheduler allows this job to use.
 
     CUDA_VISIBLE_DEVICES takes precedence, then Slurm's GPU_DEVICE_ORDINAL (the same value), SLURM_STEP_GPUS and
-    SLURM_JOB_GPUS. The last two are the node's numbers. If a cgroup hides other GPUs, NVML numbers the visible ones
-    from 0, and all belong to the job.
+    SLURM_JOB_GPUS. Those last two contain the node's own GPU numbers. If a cgroup hides other GPUs, NVML numbers the
+    visible ones from 0, and all of them belong to the job.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -86,9 +86,9 @@ def pool_of(environ: Mapping[str, str], gpus: Sequence[LeasableGpu]) -> GpuCandi
 
 
 def _named(text: str, gpus: Sequence[LeasableGpu]) -> tuple[LeasableGpu, ...]:
-    """Returns the GPUs in CUDA_VISIBLE_DEVICES, by number or UUID prefix.
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES names by number or UUID prefix.
 
-    As in CUDA, an unknown name ends the list. A GPU in MIG mode stands for its instances.
+    As in CUDA, the list ends at the first unknown name. The name of a GPU in MIG mode stands for its instances.
     """
     named: dict[str, LeasableGpu] = {}
     for word in text.split(","):
@@ -108,7 +108,7 @@ def _of_node(text: str, gpus: Sequence[LeasableGpu]) -> tuple[LeasableGpu, ...]:
 
 
 def numbers_in(text: str) -> Iterator[int]:
-    """Yields the numbers in ``0,2-4``, of at most 5 digits. Skips other items."""
+    """Yields the numbers in a list such as ``0,2-4``. Skips items that aren't numbers of at most 5 digits."""
     for word in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", word)
         if match:
@@ -116,7 +116,10 @@ def numbers_in(text: str) -> Iterator[int]:
 
 
 def matching(word: str, gpus: Sequence[LeasableGpu]) -> tuple[LeasableGpu, ...]:
-    """Returns the GPU, or its instances, by number (``3``; ``3.1`` is an instance) or UUID prefix."""
+    """Returns the GPU that ``word`` names by number (``3``, or ``3.1`` for a MIG instance) or by UUID prefix.
+
+    For a GPU in MIG mode, returns its instances.
+    """
     if re.fullmatch(r"\d+(\.\d+)?", word):
         return tuple(gpu for gpu in gpus if word in (gpu.label, gpu.index))
     if not word.startswith(("GPU-", "MIG-")):
@@ -133,12 +136,12 @@ def matching(word: str, gpus: Sequence[LeasableGpu]) -> tuple[LeasableGpu, ...]:
 def wish_of(request: str | None, ranks: GpuRanking, pool: GpuCandidates, found: Inventory) -> GpuRequest | None:
     """Returns the GPUs that a job requests; None if it needs no lease.
 
-    By default, these are the GPUs in CUDA_VISIBLE_DEVICES, else one per rank, or all if there are fewer. Raises
-    ResourceError if they don't exist.
+    By default, these are the GPUs in CUDA_VISIBLE_DEVICES, else one per rank, or all if there are fewer GPUs than
+    ranks. Raises ResourceError if requested GPUs don't exist.
 
     Args:
         request: Value of ``--gpus``, except ``none``.
-        ranks: Number of ranks; ``all``: one per GPU; None: unknown, or independent of GPUs.
+        ranks: Number of ranks; ``all`` means one per GPU; None means unknown, or independent of GPUs.
     """
     if request is None:
         return _by_default(ranks, pool)
@@ -197,9 +200,9 @@ def _because(pool: GpuCandidates, found: Inventory) -> str:
 
 
 def users_of(gpu: LeasableGpu) -> str:
-    """Describes the use of an unleased GPU; empty if it is idle.
+    """Describes how a GPU is used without a lease; empty if it is idle.
 
-    Memory beyond the driver's counts as an invisible process's.
+    If more memory is in use than the driver itself needs, an invisible process must be using it.
     """
     if gpu.error:
         return f"not answering: {gpu.error}"

@@ -1,4 +1,4 @@
-"""Format of the files in a lease directory, with bounds, because any user can write them."""
+"""Defines the files in a lease directory. Sizes and values are bounded, because any user can write these files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Thing = Annotated[str, Meta(max_length=256)]
 
 
 class HolderRecord(msgspec.Struct, frozen=True):
-    """Content of a lock file. Times are seconds since 1970, up to the year 5138."""
+    """Content of a lock file. Times are seconds since 1970, at most those of the year 5138."""
 
     pid: Annotated[int, Meta(ge=0, le=1 << 22)]
     start_ticks: Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -27,7 +27,7 @@ class HolderRecord(msgspec.Struct, frozen=True):
 
 
 class SaidTicket(HolderRecord, frozen=True):
-    """Content of a ticket: the waiter, and how many of which things it needs."""
+    """Content of a ticket: the waiter, the GPUs that it could use, and how many of them it needs."""
 
     candidates: Annotated[list[_Thing], Meta(max_length=MOST_THINGS)]
     count: Annotated[int, Meta(ge=0, le=MOST_THINGS)]
@@ -37,7 +37,7 @@ _AnySaid = TypeVar("_AnySaid", bound=HolderRecord)
 
 
 def read(data: bytes, kind: type[_AnySaid]) -> _AnySaid | None:
-    """Decodes a file; returns None if it has another form."""
+    """Decodes a file; returns None if its content isn't valid."""
     try:
         return from_json(data, kind)
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -30,10 +30,10 @@ class Taken:
 
 
 class Survey:
-    """NVML's answer, renewed when necessary.
+    """What NVML last reported about the GPUs, queried again when it is outdated.
 
     Args:
-        query: Returns None until the driver responds.
+        query: Queries NVML; returns None until the driver responds.
     """
 
     def __init__(self, found: Inventory, query: Callable[[], Inventory | None], clock: Callable[[], float]) -> None:
@@ -43,7 +43,10 @@ class Survey:
         self._old_s = clock() + FRESH_S
 
     def refresh(self) -> bool:
-        """Queries again if the answer is too old. A failure keeps it. Returns False without an answer."""
+        """Queries NVML again if its last answer is too old; returns False if it hasn't responded yet.
+
+        If the new query fails, the old answer stays.
+        """
         if self._clock() > self._old_s:
             inventory = self._query()
             if inventory is None:
@@ -58,7 +61,7 @@ class Survey:
         self._old_s = float("-inf")
 
     def users(self, gpus: Sequence[LeasableGpu]) -> dict[str, str]:
-        """Returns the use of each GPU in use, leased or not, by UUID."""
+        """Returns, by UUID, how each GPU that isn't idle is used; ignores whether it is leased."""
         now = {gpu.uuid: gpu for gpu in self.found.gpus}
         used = {gpu.uuid: users_of(now.get(gpu.uuid, gpu)) for gpu in gpus}
         return {uuid: use for uuid, use in used.items() if use}
@@ -69,12 +72,12 @@ class Survey:
 
 
 class LeaseRequest:
-    """A request, retried until it succeeds or is given up.
+    """A request for GPUs, tried until it succeeds or is given up.
 
-    Until ``queue`` is called, all waiters go first. ``last`` is the last attempt's result.
+    Until ``queue`` is called, all processes in the queue come first. ``last`` is the result of the last attempt.
 
     Args:
-        about: The process that makes it.
+        about: The process that makes the request.
     """
 
     def __init__(self, store: LeaseStore, wish: GpuRequest, about: LeaseHolder, survey: Survey) -> None:
@@ -86,7 +89,10 @@ class LeaseRequest:
         self._ticket: Ticket | None = None
 
     def advance(self) -> Taken | None:
-        """Leases the GPUs if they are free and it is our turn. Asks NVML again (at most 10 s) if necessary."""
+        """Leases the GPUs if they are free and it is this request's turn, else returns None.
+
+        Queries NVML again (at most 10 s) if its last answer is too old.
+        """
         wish = self.wish
         leases_let_us = self.last.ahead is None and len(wish.candidates) - len(self.last.held) >= wish.count
         if leases_let_us and not self.survey.refresh():
@@ -102,7 +108,7 @@ class LeaseRequest:
         return Taken(self.last.lease, gpus, notes)
 
     def queue(self) -> None:
-        """Joins the queue. Keeps its place for another number of the same GPUs."""
+        """Joins the queue. A later request for a different number of the same GPUs keeps its place."""
         if self._ticket is None:
             self._ticket = self._store.queue(self._keys, self.wish.count, self.about)
 
@@ -112,7 +118,7 @@ class LeaseRequest:
             self._ticket = None
 
     def free(self) -> int | None:
-        """Returns how many GPUs are free now: 0 if others are first, None until the driver responds."""
+        """Returns how many GPUs are free now: 0 if another request comes first, None until the driver responds."""
         self.last = self._store.attempt(self._keys, lambda held: None, self.about, self._ticket)
         free = [gpu for gpu in self.wish.candidates if gpu.uuid not in self.last.held]
         if self.last.ahead is not None or not free:
@@ -122,7 +128,7 @@ class LeaseRequest:
         return len(free) - len(self.survey.users(free))
 
     def foresee(self) -> tuple[LeasableGpu, ...] | None:
-        """Returns the GPUs that ``advance`` would lease now without waiters."""
+        """Returns the GPUs that ``advance`` would lease now if the queue were empty; None if too few are free."""
         chosen = self._pick(self._store.look(self._keys))
         return tuple(gpu for gpu in self.wish.candidates if gpu.uuid in chosen) if chosen is not None else None
 
@@ -158,7 +164,11 @@ def what(claim: LeaseRequest) -> str:
 
 
 def table(claim: LeaseRequest, ours: Collection[int] | None = None) -> str:
-    """Returns a line per GPU: free, its holder, or its unleased users. Leaves out GPUs of our jobs (pids)."""
+    """Returns a line per GPU: free, its holder, or processes that use it without a lease.
+
+    Args:
+        ours: Pids of our jobs. If given, leaves out their GPUs and free ones.
+    """
     attempt = claim.last
     used = claim.survey.users(claim.wish.candidates)
     lines = []
@@ -200,7 +210,7 @@ class Patience:
 def take(claim: LeaseRequest, patience: Patience) -> Taken:
     """Leases the GPUs that ``claim`` requests, all or none. Raises ResourceError if they aren't available in time.
 
-    Waiters come in order of arrival, before requests that don't wait.
+    Waiting requests are served in order of arrival, before requests that don't wait.
     """
     taken = claim.advance()
     if taken is None and patience.wait:

@@ -1,4 +1,4 @@
-"""Description of a holder in its lock file. It is for people: no decision rests on it."""
+"""Describes a lease's holder in the lock file. The description is for people: no decision depends on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_BYTES = 16384  # even if each character is escaped
 
 @dataclass(frozen=True, slots=True)
 class LeaseHolder:
-    """Process with a lease, or in the queue. ``pid`` 0 and empty texts mean unknown."""
+    """Process that has a lease or waits for one. ``pid`` is 0 and texts are empty if unknown."""
 
     pid: int = 0
     start_ticks: int = 0
@@ -36,7 +36,7 @@ class LeaseHolder:
         return name_of(self.uid)
 
     def encode(self, **more: object) -> bytes:
-        """Returns the content of the lock file. ``more`` fields are for people."""
+        """Returns the content of the lock file. The additional fields ``more`` are only for people."""
         record = {
             "pid": self.pid,
             "start_ticks": self.start_ticks,
@@ -48,7 +48,7 @@ class LeaseHolder:
 
 
 def decode(data: bytes, uid: int, by: str = "supervisor") -> LeaseHolder:
-    """Returns the holder in a file of user ``uid``; no pid and no texts if it is unreadable."""
+    """Decodes the holder from a file that user ``uid`` owns; if it is unreadable, only the user is known."""
     from safelaunch.leases.format import HolderRecord, read
 
     words = read(data, HolderRecord)
@@ -78,7 +78,7 @@ def since_now(holder: LeaseHolder) -> LeaseHolder:
 
 
 def lease_words(holder: LeaseHolder) -> str:
-    """Returns ``leased by pid 4711 (alice) since 12:03:09: train.py``."""
+    """Describes a lease: ``leased by pid 4711 (alice) since 12:03:09: train.py``."""
     if holder.by == "waiter":
         return f"next for {holder_words(holder)}"
     if holder.by == "ranks":
@@ -94,7 +94,7 @@ def holder_words(holder: LeaseHolder) -> str:
 
 
 def moment(unix_s: float) -> str:
-    """Returns the local time, with the date unless it is today."""
+    """Formats the local time, with the date unless it is today."""
     if not unix_s:
         return "?"
     then, now = time.localtime(unix_s), time.localtime()
@@ -107,7 +107,7 @@ def moment(unix_s: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A process on a GPU. Empty fields are unknown."""
+    """A process that uses a GPU. Empty fields are unknown."""
 
     pid: int
     user: str = ""
@@ -117,7 +117,7 @@ class User:
 
 
 def look(pid: int) -> User:
-    """Reads about a process from /proc; only the pid is known if it is gone or in another pid namespace."""
+    """Describes a process from /proc. If it is gone or in another pid namespace, only its pid is known."""
     stat = procstat.read(pid)
     if stat is None:
         return User(pid)
@@ -147,10 +147,10 @@ def _boot_unix_s() -> float:
 
 
 def _is_left_over(process: procstat.Stat) -> bool:
-    """Returns whether the supervisor of the process's run is gone.
+    """Returns whether the process belongs to a run whose supervisor is gone.
 
-    Returns False for other users' processes, whose environment is hidden, and in other pid namespaces, whose pids mean
-    other processes here.
+    Returns False for other users' processes, because their environment is hidden, and for other pid namespaces, because
+    their pids mean other processes here.
     """
     try:
         if os.readlink(f"/proc/{process.pid}/ns/pid") != os.readlink("/proc/self/ns/pid"):

@@ -1,7 +1,7 @@
-"""The node's GPUs by NVML: memory, processes and MIG instances.
+"""Lists the node's GPUs, their memory, processes and MIG instances, using NVML.
 
-A broken driver blocks its callers forever, so a separate process asks it: ``python -m safelaunch.leases.inventory``
-prints a JSON document. Without a driver, no process starts.
+A broken driver blocks its callers forever, so a separate process queries it: ``python -m safelaunch.leases.inventory``
+prints a JSON document. Without a driver, that process isn't started.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SIGNS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")
 
 
 def has_driver(environ: Mapping[str, str]) -> bool:
-    """Returns whether the driver's files exist, or its library in LD_LIBRARY_PATH."""
+    """Returns whether the driver's files exist, or its library is in LD_LIBRARY_PATH."""
     if any(os.path.exists(path) for path in _SIGNS):
         return True
     folders = environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
@@ -45,7 +45,7 @@ _MOST_INSTANCES = 64
 
 
 def inventory(environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> Inventory:
-    """Asks NVML, and waits up to ``deadline_s``. Never raises."""
+    """Queries NVML, waiting up to ``deadline_s``. Never raises; a failure is described in the result."""
     question = Asking(environ, deadline_s=deadline_s)
     while (answer := question.answer(LOOK_EVERY_S)) is None:
         pass
@@ -53,10 +53,10 @@ def inventory(environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> 
 
 
 class Asking:
-    """A question to NVML. Call ``answer`` until it returns one; the first call starts the question.
+    """Query to NVML in a separate process. Call ``answer`` until it returns a result; the first call starts it.
 
-    The driver's time starts with ``ASKING``, without the process's own work: an interpreter takes seconds to start
-    while many jobs do. ``LONGEST_S`` limits the total.
+    The driver's time limit starts when the process prints ``ASKING``, and excludes time in which the process itself
+    runs, because an interpreter takes seconds to start while many jobs start. ``LONGEST_S`` limits the total.
     """
 
     def __init__(self, environ: Mapping[str, str], *, deadline_s: float = DEADLINE_S) -> None:
@@ -127,7 +127,7 @@ def _read(answer: bytes) -> Inventory:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills the process, and waits briefly, because it doesn't die while it is stuck in the driver."""
+    """Kills the process, and waits only briefly, because it can't die while it is stuck in the driver."""
     import subprocess
 
     if process.stdout is not None:
@@ -140,7 +140,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def parse(document: Mapping[str, Any]) -> Inventory:
-    """Converts ``query``'s document. A GPU in MIG mode becomes its instances."""
+    """Converts the document from ``query``. Replaces a GPU in MIG mode by its instances."""
     gpus: list[LeasableGpu] = []
     for device in document.get("gpus", ()):
         instances = device.get("instances")
@@ -170,10 +170,10 @@ def _record(device: Mapping[str, Any], label: str, parent: str = "") -> Leasable
 
 
 def query(nvml: Any) -> dict[str, Any]:
-    """Returns the GPUs by module ``pynvml``, or ``{"missing": reason}``.
+    """Returns the GPUs reported by the module ``pynvml``, or ``{"missing": reason}``.
 
-    ``gpus``: index, uuid, name, memory_used_bytes, memory_total_bytes, processes (pid, memory_bytes) and, in MIG mode,
-    instances with the same fields; or index and error.
+    Each item of ``gpus`` has index, uuid, name, memory_used_bytes, memory_total_bytes, processes (pid, memory_bytes)
+    and, in MIG mode, instances with the same fields. For a GPU that can't be queried, it has only index and error.
     """
     try:
         nvml.nvmlInit()
@@ -196,7 +196,7 @@ def _gpu(nvml: Any, index: int) -> dict[str, Any]:
 
 
 def _device(nvml: Any, handle: Any) -> dict[str, Any]:
-    """Returns a GPU's fields. Raises NVMLError without a UUID, which a lease needs."""
+    """Returns a GPU's fields. Raises NVMLError if the GPU has no UUID, which a lease needs."""
     uuid = text(nvml.nvmlDeviceGetUUID(handle))
     memory = _memory(nvml, handle)
     return {

@@ -1,7 +1,7 @@
-"""Leases: their locks, how to free them, and how to pass them to another process.
+"""Leases: their locks, how to release them, and how to pass them to another process.
 
-A lock belongs to an open file, so each process with its descriptor holds it. A lease that is handed over is held all
-the time, by the parent, by both, then by the child. It ends when all are dead.
+A lock belongs to an open file, so every process that has its descriptor holds it. While a lease is handed over, it is
+always held: by the parent, by both, then by the child. It ends when all of its holders are dead.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FLOCK = struct.Struct("hhqqi4x")  # of 64-bit Linux: type, whence, start, lengt
 
 
 def open_to_probe(name: str, directory: int) -> int | None:
-    """Returns a read-only descriptor of a regular file, to query its locks."""
+    """Opens a regular file read-only, to query its locks; returns the descriptor, or None if that is impossible."""
     try:
         fd = os.open(name, os.O_RDONLY | _FLAGS, dir_fd=directory)
     except OSError:
@@ -42,10 +42,11 @@ def open_to_probe(name: str, directory: int) -> int | None:
 
 
 def take_own(base: str, directory: int) -> tuple[int, str]:
-    """Locks a file with name ``base`` and our user id; creates it, and the ranks' file next to it.
+    """Creates and locks a file named after ``base`` and our user id, and creates the ranks' file next to it.
 
-    Returns the locked descriptor and the name. Tries the next name if this one is taken: by another user's file (only
-    its owner can remove it from a sticky directory), a shared lock, or another process of ours. Raises OSError.
+    Returns the locked descriptor and the file's name. Tries other names if the first is unusable: another user created
+    the file (and only its owner can remove it from a sticky directory), it has a shared lock, or another of our
+    processes has locked it. Raises OSError.
     """
     for number in range(_MOST_NAMES):
         # Another user could take all predictable names.
@@ -63,7 +64,7 @@ def take_own(base: str, directory: int) -> tuple[int, str]:
 
 
 def _lock_own(name: str, directory: int) -> int | None:
-    """Returns a locked descriptor of our file ``name``; None if name or lock is taken."""
+    """Locks our file ``name``; returns its descriptor, or None if another user owns it or another process locked it."""
     try:
         # Others must not open it before it is locked.
         fd = os.open(name, os.O_RDWR | os.O_CREAT | _FLAGS, 0o600, dir_fd=directory)
@@ -104,7 +105,7 @@ def _status(name: str, directory: int) -> os.stat_result | None:
 
 
 def try_lock(fd: int) -> bool:
-    """Takes an exclusive lock, if it is free; returns whether it did. ``fd`` must be open for writing."""
+    """Takes an exclusive lock if the file isn't locked; returns whether it did. ``fd`` must be open for writing."""
     try:
         _lock(fd, fcntl.F_OFD_SETLK, fcntl.F_WRLCK)
     except (BlockingIOError, PermissionError):
@@ -121,7 +122,7 @@ def unlock(fd: int) -> None:
 
 
 def is_locked(name: str, directory: int) -> bool:
-    """Returns whether a process that can write the file locks it, or a part of it. Takes no lock."""
+    """Returns whether a process has locked any part of the file for writing. Doesn't lock it."""
     fd = open_to_probe(name, directory)
     if fd is None:
         return False
@@ -132,7 +133,7 @@ def is_locked(name: str, directory: int) -> bool:
 
 
 def _lock(fd: int, command: int, kind: int) -> int:
-    """Makes a lock call on a file; returns the lock type in the kernel's answer."""
+    """Calls ``fcntl`` for a lock on a whole file; returns the lock type that the kernel reports."""
     try:
         answer = fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
     except OSError as error:
@@ -148,7 +149,7 @@ def owner_of(name: str, directory: int) -> int:
 
 
 def read_small(name: str, directory: int, limit: int = 4096) -> tuple[bytes, int]:
-    """Returns at most ``limit`` bytes of a regular file, and its owner's id; ``(b"", -1)`` if unreadable."""
+    """Returns at most ``limit`` bytes of a regular file, and its owner's uid; ``(b"", -1)`` if it is unreadable."""
     fd = open_to_probe(name, directory)
     if fd is None:
         return b"", -1
@@ -161,7 +162,7 @@ def read_small(name: str, directory: int, limit: int = 4096) -> tuple[bytes, int
 
 
 def write_small(fd: int, data: bytes, magic: bytes) -> None:
-    """Replaces the content of our file, if it begins with ``magic`` and the disk has room."""
+    """Replaces the content of our file, if the content begins with ``magic`` and the disk has room."""
     try:
         if os.pread(fd, len(magic), 0) in (b"", magic):
             os.pwrite(fd, data, 0)
@@ -176,7 +177,7 @@ _OTHER = re.compile(r"[^A-Za-z0-9_-]")
 
 @dataclass
 class Lease:
-    """Things held until ``release``, or until all processes with the locks are gone."""
+    """GPUs and ports that are held until ``release``, or until all processes that share the locks are gone."""
 
     locks: dict[str, int]  # thing -> descriptor of the locked file
     rank_files: tuple[str, ...] = ()  # files for the ranks' beacons to lock
@@ -196,18 +197,18 @@ class Lease:
         return tuple(self.locks.values())
 
     def add(self, other: Lease) -> None:
-        """Takes everything from ``other``."""
+        """Moves everything that ``other`` holds into this lease."""
         self.locks.update(other.locks)
         self.sockets.update(other.sockets)
         self.rank_files += other.rank_files
         other.locks, other.sockets, other.rank_files = {}, {}, ()
 
     def release(self) -> None:
-        """Frees everything at once, even if another process has inherited a descriptor."""
+        """Releases everything at once, even if another process has inherited a descriptor."""
         self._let_go(unlock)
 
     def forget(self) -> None:
-        """Closes our descriptors; a child with them still holds everything."""
+        """Closes our descriptors; a child that inherited them still holds everything."""
         self._let_go(os.close)
 
     def _let_go(self, end: Callable[[int], object]) -> None:
@@ -217,21 +218,21 @@ class Lease:
             end(self.locks.popitem()[1])
 
     def hand_over(self) -> tuple[dict[str, str], tuple[int, ...]]:
-        """Returns variables and descriptors (``pass_fds``) that pass the lease to a child safelaunch.
+        """Returns variables and descriptors (``pass_fds``) that pass the lease to a safelaunch started as a child.
 
-        After its start, call ``forget`` instead of ``release``.
+        Once the child has started, call ``forget`` instead of ``release``.
         """
         descriptors = [*self.locks.items(), *self.sockets.items()]
         return {HELD_LEASES: ",".join(f"{fd}:{key}" for key, fd in descriptors)}, tuple(fd for _, fd in descriptors)
 
     def tell(self, about: LeaseHolder) -> None:
-        """Describes the holder in the lock files."""
+        """Writes a description of the holder into the lock files."""
         data = since_now(about).encode()
         for fd in self.descriptors:
             write_small(fd, data, MAGIC)
 
     def touch(self) -> None:
-        """Protects the files from cleaners of /tmp."""
+        """Updates the files' times, so that cleaners of /tmp don't remove them."""
         for fd in self.descriptors:
             try:
                 os.utime(fd)
@@ -240,9 +241,9 @@ class Lease:
 
 
 def inherited(environ: Mapping[str, str], directory: str) -> Lease | None:
-    """Returns the lease that our parent handed over (``Lease.hand_over``), if valid.
+    """Returns the lease that our parent handed over (``Lease.hand_over``); None if there is none, or it isn't valid.
 
-    The variables prove nothing: each descriptor must be the file of its thing, locked by us alone.
+    The variables alone prove nothing: each descriptor must be that of the right lock file, locked by us alone.
     """
     lease = Lease({})
     paths = []
@@ -278,7 +279,7 @@ def _is_socket(fd: int) -> bool:
 
 
 def _name_of(fd: int, key: str, directory: str) -> str | None:
-    """Returns the name of the open file ``fd``, if it is our file for ``key``."""
+    """Returns the name of the open file ``fd`` if it is our lock file for ``key``, else None."""
     try:
         path = os.readlink(f"/proc/self/fd/{fd}")
         info = os.fstat(fd)
@@ -297,5 +298,5 @@ def port_key(port: int) -> str:
 
 
 def base_of(key: str) -> str:
-    """Returns a key's part of a file name; slashes in old MIG UUIDs become ``_``."""
+    """Returns the part of a lock file's name that stands for ``key``; slashes in old MIG UUIDs become ``_``."""
     return _OTHER.sub("_", key)

@@ -1,10 +1,12 @@
-"""Leases ports for jobs that need a fixed number, and reserves each with a bound socket.
+"""Leases ports for jobs that need a fixed port number, and reserves each with a bound socket.
 
-Another program could take a free port before the job uses it. So this process binds it, without listening, until the
-job is over. With SO_REUSEADDR on both sides, the job's server can still bind it and listen. The kernel doesn't assign
-the port to programs that ask for any, and refuses programs that ask for it without that option. ``bind`` asks without
-it, so two jobs never reserve the same port, even with different lease directories, as in two containers on the host's
-network.
+Another program could take a free port before the job uses it. To prevent that, this process binds the port, without
+listening, until the job ends. Because both sockets set SO_REUSEADDR, the job's server can still bind the port and
+listen. The kernel won't assign the port to programs that bind to port 0, and refuses it to programs that don't set that
+option.
+
+``bind`` itself binds without the option, so two jobs never reserve the same port, even if their lease directories
+differ, as in two containers that use the host's network.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ WELL_KNOWN = (29400, 29500)  # torchrun's defaults
 
 
 def take(store: LeaseStore, count: int, about: LeaseHolder) -> Lease:
-    """Leases ``count`` ports, if possible outside the ephemeral range. Raises ResourceError."""
+    """Leases ``count`` ports, if possible outside the ephemeral range. Raises ResourceError if too few are free."""
     wanted = {port_key(port): port for port in candidates(text_of(EPHEMERAL), text_of(RESERVED))}
     bound: dict[str, socket.socket] = {}
 
@@ -56,7 +58,7 @@ def take(store: LeaseStore, count: int, about: LeaseHolder) -> Lease:
 
 
 def take_unleased(count: int) -> Lease:
-    """Returns ``count`` free ports without a lease. Raises ResourceError."""
+    """Reserves ``count`` free ports without leasing them. Raises ResourceError if too few are free."""
     reserved: dict[int, int] = {}
     for port in candidates(text_of(EPHEMERAL), text_of(RESERVED)):
         if len(reserved) == count:
@@ -81,7 +83,7 @@ def _close(bound: dict[str, socket.socket]) -> None:
 
 
 def bind(port: int) -> socket.socket | None:
-    """Returns a socket that reserves ``port`` on all addresses without listening; None if another socket has it."""
+    """Returns a socket that reserves ``port`` on all addresses without listening; None if the port is taken."""
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         try:
             probe = socket.socket(family, socket.SOCK_STREAM)
@@ -115,7 +117,7 @@ def listening() -> set[int]:
 def candidates(ephemeral: str, reserved: str) -> Iterator[int]:
     """Yields every port that can be leased, the safest first.
 
-    If the ephemeral range covers all ports, only the bound socket protects one.
+    A port in the ephemeral range is protected only by the bound socket; such ports are yielded if the range covers all.
 
     Args:
         ephemeral: Content of /proc/sys/net/ipv4/ip_local_port_range.

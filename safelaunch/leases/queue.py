@@ -1,4 +1,4 @@
-"""Queue of a lease directory: a locked file per waiting process."""
+"""Keeps a lease directory's queue: each waiting process has a locked file in it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Ticket:
     descriptor: int  # locked; -1 after leaving
 
     def tear(self, directory: int) -> None:
-        """Leaves the queue. If the directory can't be opened (-1), only releases the lock."""
+        """Leaves the queue. If the directory couldn't be opened (-1), only releases the lock."""
         if self.descriptor >= 0:
             if directory >= 0:
                 _remove(self.name, directory)
@@ -40,7 +40,7 @@ class Ticket:
 
 
 def draw(candidates: Sequence[str], count: int, about: LeaseHolder, directory: int) -> Ticket:
-    """Joins the end of the queue. CLOCK_MONOTONIC orders tickets, and a reboot restarts both."""
+    """Adds a ticket at the end of the queue. Tickets are ordered by CLOCK_MONOTONIC; a reboot resets both."""
     name = f"{PREFIX}{time.monotonic_ns():020d}.{os.getpid()}"
     unfinished = f".{name}"  # an unlocked ticket counts as given up
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -58,10 +58,10 @@ def draw(candidates: Sequence[str], count: int, about: LeaseHolder, directory: i
 def waiters_before(
     ticket: Ticket | None, candidates: Sequence[str], names: Iterable[str], directory: int, odd: Odd
 ) -> tuple[dict[str, LeaseHolder], LeaseHolder | None]:
-    """Returns the waiters that joined before ``ticket`` (None: before now).
+    """Returns the waiters that joined before ``ticket``, or all if it is None.
 
-    First, by candidate, the waiter for exactly that one. Second, the first waiter for some of many, if any: it could
-    use each that becomes free, so later ones must wait.
+    The first result maps each candidate to a waiter that needs exactly that one. The second is the first waiter that
+    needs only some of its candidates, if any: it could use whichever becomes free, so all later waiters must wait.
     """
     wanted = set(candidates)
     promised: dict[str, LeaseHolder] = {}
@@ -77,7 +77,7 @@ def waiters_before(
 
 
 def waiters(names: Iterable[str], directory: int, odd: Odd) -> Iterator[tuple[str, LeaseHolder, SaidTicket]]:
-    """Yields file name, holder and ticket of the waiters, in order."""
+    """Yields file name, holder and ticket of each waiter, in the order of the queue."""
     tickets: Counter[int] = Counter()
     for name in sorted(name for name in names if name.startswith(PREFIX)):
         owner = owner_of(name, directory)

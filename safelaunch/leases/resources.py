@@ -1,4 +1,4 @@
-"""Leases a job's GPUs and ports before it starts. Without an NVIDIA driver, starts and imports nothing for GPUs."""
+"""Leases a job's GPUs and ports before it starts. On nodes without an NVIDIA driver, does nothing about GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MASTER_PORT = "--master-port"
 
 @dataclass(frozen=True)
 class JobResources:
-    """GPUs and ports of a job, until ``release``."""
+    """GPUs and ports of a job, held until ``release``."""
 
     command: CommandLine
     visible_gpus: str | None = None  # None leaves CUDA_VISIBLE_DEVICES unchanged
@@ -52,11 +52,11 @@ class JobResources:
 
     @property
     def port(self) -> int | None:
-        """Master port; None: torchrun chooses."""
+        """Master port; None if torchrun chooses it."""
         return self.ports.ports[0] if self.ports is not None else None
 
     def lost_ports(self) -> tuple[int, ...]:
-        """Returns the job's ports that other programs serve, after all of its processes have ended."""
+        """Returns the job's ports on which other programs listen. Call it when all of the job's processes are gone."""
         from safelaunch.leases.ports import listening
 
         if self.ports is None:
@@ -72,7 +72,7 @@ class JobResources:
 def gather(
     command: CommandLine, settings: Settings, environ: Mapping[str, str], torch: TorchInstallation | None
 ) -> JobResources:
-    """Leases what the job needs, or with ``--dry-run`` only looks. Raises ResourceError."""
+    """Leases what the job needs, or with ``--dry-run`` only finds what is free. Raises ResourceError."""
     handed = _handed_over(command, settings, environ)
     if handed is not None and set(handed.keys) - handed.sockets.keys():
         resources = JobResources(command, handed=handed, rank_locks=handed.rank_files)
@@ -109,7 +109,7 @@ def _gpus(command: CommandLine, settings: Settings, environ: Mapping[str, str]) 
 
 
 def _handed_over(command: CommandLine, settings: Settings, environ: Mapping[str, str]) -> Lease | None:
-    """Returns the lease of the parent, such as a sweep, which has set CUDA_VISIBLE_DEVICES."""
+    """Returns the lease handed over by a parent, such as a sweep, that already set CUDA_VISIBLE_DEVICES; else None."""
     if not environ.get(HELD_LEASES):
         return None
     from safelaunch.leases.lease import inherited
@@ -122,9 +122,10 @@ def _handed_over(command: CommandLine, settings: Settings, environ: Mapping[str,
 
 
 def ranks_of(command: CommandLine, environ: Mapping[str, str]) -> GpuRanking:
-    """Returns how many ranks torchrun will start here; ``all``: one per visible GPU; 0: unknown, or not on GPUs.
+    """Returns how many ranks torchrun will start on this node.
 
-    Source: ``determine_local_world_size`` of ``torch/distributed/run.py``.
+    ``all`` means one per visible GPU, None any other program, and 0 an unknown number. Source:
+    ``determine_local_world_size`` of ``torch/distributed/run.py``.
     """
     if command.program is not None or not command.script or command.has_flag("-h", "--help"):
         return None if command.program is not None else 0
@@ -141,7 +142,10 @@ def _may_want_some(ranks: GpuRanking, environ: Mapping[str, str]) -> bool:
 
 
 def _is_inside_a_run(environ: Mapping[str, str]) -> bool:
-    """Returns whether a supervisor is our ancestor, with a lease on our GPUs. The variable alone can be stale."""
+    """Returns whether one of our ancestors is a supervisor, which then already leased our GPUs.
+
+    The environment variable alone isn't enough, because it can be stale.
+    """
     supervisor = environ.get("SAFELAUNCH_SUPERVISOR_PID", "")
     if not (supervisor.isascii() and supervisor.isdigit() and len(supervisor) <= 10):
         return False
@@ -205,7 +209,7 @@ def _leased(plain: JobResources, settings: Settings, environ: Mapping[str, str],
 def _about_one_process(
     command: CommandLine, settings: Settings, wish: GpuRequest, environ: Mapping[str, str]
 ) -> list[str]:
-    """Returns a note if several GPUs have a single process."""
+    """Returns a note if only one process is started for several GPUs."""
     count = wish.count if settings.gpus is not None else len(wish.candidates)
     if count < 2 or not has_no_number_of_processes(command, environ):
         return []
@@ -213,7 +217,7 @@ def _about_one_process(
 
 
 def _foreseen(plain: JobResources, claim: LeaseRequest) -> JobResources:
-    """Adds the GPUs that a start would lease now."""
+    """Adds the GPUs that the job would lease if it started now."""
     wish = claim.wish
     chosen = claim.foresee()
     if chosen is None:
@@ -257,7 +261,7 @@ def _about(command: CommandLine, settings: Settings) -> LeaseHolder:
 def _with_port(
     found: JobResources, settings: Settings, environ: Mapping[str, str], torch: TorchInstallation
 ) -> JobResources:
-    """Replaces ``--master-port auto``, and adds a port if torchrun would use 29500 for every job."""
+    """Replaces ``--master-port auto``. Also adds a port if torchrun would use 29500 for every job."""
     command = found.command
     asked = command.value_of(MASTER_PORT, shortest="--master-p")
     if asked == "auto":
@@ -282,7 +286,7 @@ def _with_port(
 
 
 def with_another_port(given: JobResources, settings: Settings, environ: Mapping[str, str]) -> JobResources:
-    """Replaces the master port. Raises ResourceError."""
+    """Replaces the job's master port by another one. Raises ResourceError if none is free."""
     ports = _take_any_port(given, settings, environ)
     command = _with_number(given.command, str(given.port), ports)
     if given.ports is not None:
@@ -302,7 +306,7 @@ def _take_port(found: JobResources, settings: Settings, environ: Mapping[str, st
 
 
 def _take_any_port(found: JobResources, settings: Settings, environ: Mapping[str, str]) -> Lease:
-    """Leases a port, or without a usable lease directory returns a free one. Raises ResourceError."""
+    """Leases a port, or only reserves a free one if the lease directory is unusable. Raises ResourceError."""
     from safelaunch.leases import ports
 
     try:
@@ -314,7 +318,7 @@ def _take_any_port(found: JobResources, settings: Settings, environ: Mapping[str
 
 
 def _takes_the_common_port(command: CommandLine, environ: Mapping[str, str], torch: TorchInstallation) -> bool:
-    """Returns whether torchrun would bind 29500 by default; newer versions bind port 0."""
+    """Returns whether torchrun would use port 29500 by default, as versions before torch 2.13 do."""
     from safelaunch.job.torchrun import binds_any_port
 
     if not command.script or not is_one_node(command, environ) or binds_any_port(torch.package):

@@ -1,17 +1,18 @@
-"""The leases of a node: kernel locks on files in one directory that all its users share.
+"""The leases of a node: kernel locks on files in one directory that all of its users share.
 
-To hold a thing (a GPU by its UUID, ``port-20000``), a supervisor locks its user's file ``<thing>.<uid>``; its guardian
-shares the lock. Each rank's beacon locks a byte of ``<thing>.<uid>.ranks``. A thing is free if no user's file for it is
-locked. So a dead supervisor doesn't free a GPU that ranks still use, and the kernel frees it after them. A file without
-a lock means nothing, so nothing is cleaned up.
+To hold a GPU (named by its UUID) or a port (``port-20000``), a supervisor locks its user's file ``<name>.<uid>``; its
+guardian shares the lock. Each rank's beacon locks one byte of ``<name>.<uid>.ranks``. The GPU or port is free if no
+user's file for it is locked. So if a supervisor dies, a GPU stays leased while ranks use it, and the kernel frees it
+when they end. A file without a lock means nothing, so files needn't be cleaned up.
 
-A process first locks its own file, then looks for others' files. If two do so at once, at least one sees the other and
-lets go. Safety rests on that alone. The gate, a lock on the directory for a fraction of a millisecond, makes collisions
-rare. Any user can keep it shut, so after a second a process continues without it.
+A process first locks its own file, then looks for other users' locks. If two processes do so at once, at least one sees
+the other's lock and releases its own. Correctness depends on nothing else. The gate, a lock on the directory for a
+fraction of a millisecond, only makes such collisions rare. Because any user can hold that lock, a process continues
+without it after a second.
 
 Files in the directory might be hostile: unexpected ones are skipped, with one message. Another user can still lease
-unused things and be first in the queue. If that user created the directory, it can also remove files; root can prevent
-that by creating the directory at boot.
+GPUs that it doesn't use, or be first in the queue. If that user created the directory, it can also remove files; to
+prevent that, root can create the directory at boot.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class LeaseAttempt:
 
 
 class LeaseStore:
-    """Lease directory. Every method raises StoreError if it is unusable."""
+    """A lease directory. Every method raises StoreError if the directory is unusable."""
 
     def __init__(self, directory: str = DIRECTORY, say: Callable[[str], None] = say) -> None:
         self.directory = os.path.realpath(directory) if directory != DIRECTORY else directory
@@ -74,12 +75,12 @@ class LeaseStore:
     def attempt(
         self, candidates: Sequence[str], pick: Pick, about: LeaseHolder, ticket: Ticket | None = None
     ) -> LeaseAttempt:
-        """Leases what ``pick`` chooses among ``candidates``, all or nothing, if it is our turn.
+        """Leases those of ``candidates`` that ``pick`` chooses, all or none, if it is our turn.
 
         Args:
-            pick: Gets the candidates' holders; returns None if too few are free. It runs inside the gate, so it must be
-                quick.
-            ticket: Place in the queue; without one, all waiters go first.
+            pick: Gets the holders of the candidates, and returns None if too few are free. It runs inside the gate, so
+                it must be quick.
+            ticket: Our place in the queue; without one, all waiters come first.
         """
         for _ in range(_TRIES):
             with self._gate() as directory:
@@ -92,7 +93,7 @@ class LeaseStore:
     def _attempt(
         self, candidates: Sequence[str], pick: Pick, about: LeaseHolder, ticket: Ticket | None, directory: int
     ) -> LeaseAttempt | None:
-        """Returns None if another process took the same thing at the same moment."""
+        """Makes one attempt; returns None if another process tried to lease the same GPU or port at the same moment."""
         names = os.listdir(directory)
         held = _held(candidates, names, directory)
         promised, blocking = waiters_before(ticket, candidates, names, directory, self._odd)
@@ -109,14 +110,14 @@ class LeaseStore:
         return LeaseAttempt(lease, held)
 
     def look(self, keys: Iterable[str]) -> dict[str, LeaseHolder]:
-        """Returns the holders of ``keys``. Creates nothing."""
+        """Returns the holders of those ``keys`` that are leased. Creates no files."""
         if not os.path.isdir(self.directory):
             return {}
         with self._gate() as directory:
             return _held(keys, os.listdir(directory), directory)
 
     def waiting(self) -> list[LeaseHolder]:
-        """Returns the waiters in order. Creates nothing."""
+        """Returns the waiters in the order of the queue. Creates no files."""
         if not os.path.isdir(self.directory):
             return []
         with self._gate() as directory:
@@ -127,7 +128,7 @@ class LeaseStore:
             return draw(candidates, count, about, directory)
 
     def leave(self, ticket: Ticket) -> None:
-        """Leaves the queue, even of an unusable directory."""
+        """Removes the ticket from the queue, even if the directory is unusable."""
         try:
             directory = _open_directory(self.directory)
         except StoreError:
@@ -137,7 +138,7 @@ class LeaseStore:
         os.close(directory)
 
     def _take(self, keys: Sequence[str], directory: int) -> Lease | None:
-        """Locks our files for ``keys``; if others are locked, lets go and returns None."""
+        """Locks our files for ``keys``. If another process holds any of them, releases all and returns None."""
         lease = Lease({})
         own: list[str] = []
         try:
@@ -167,9 +168,9 @@ class LeaseStore:
 
     @contextmanager
     def _gate(self) -> Iterator[int]:
-        """Yields the directory's descriptor, locked unless the gate is kept shut.
+        """Yields the directory's descriptor, locked unless another process held the lock for too long.
 
-        Ctrl-Z takes effect afterwards, because others would wait for us.
+        Ctrl-Z takes effect only afterwards, because other processes would have to wait for us.
         """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
         try:
@@ -196,7 +197,7 @@ class LeaseStore:
             os.close(directory)  # it was removed, so locks in it mean nothing
 
     def _wait_for_our_turn(self, directory: int) -> None:
-        """Waits for the directory's lock, which any user can keep."""
+        """Waits for the directory's lock, but only for a limited time, because any user can hold it indefinitely."""
         deadline = time.monotonic() + GATE_DEADLINE_S
         pause_s = 0.0002
         while not files.try_lock(directory):
@@ -254,7 +255,7 @@ def _open_directory(path: str) -> int:
 
 
 def _open_checked(path: str) -> int:
-    """Opens the directory. Raises PermissionError if users besides its owner and root could remove our files."""
+    """Opens the directory. Raises PermissionError if users other than its owner and root could remove our files."""
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     while True:
         info = os.fstat(directory)

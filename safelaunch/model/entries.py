@@ -1,6 +1,6 @@
 """Stores a Flight Recorder's entries by column: repeated fields once per kind, numbers once per entry.
 
-A record of 2000 entries has only a few dozen *kinds* of entry (operation, sizes and stack), which repeat with other
+A record of 2000 entries has only a few dozen *kinds* of entry (operation, sizes and stack), which recur with different
 numbers. Stored this way, 4096 records fit into memory, and comparing ranks means comparing arrays.
 """
 
@@ -19,7 +19,7 @@ _FEW = 4
 
 
 class Kinds:
-    """Numbers kinds of entry, in one record or over the records of many ranks, which share most kinds."""
+    """Numbers the kinds of entry in one record, or in the records of many ranks, which have most kinds in common."""
 
     def __init__(self) -> None:
         self.all: list[Collective] = []
@@ -34,9 +34,9 @@ class Kinds:
 
 
 class Entries(Sequence[Collective]):
-    """Entries, oldest first. Indexing builds an entry on demand; loops over all entries should use the columns.
+    """A record's entries, oldest first.
 
-    ``kind_of[i]`` is entry ``i``'s kind, as a number in ``kinds``. The other columns are fields of ``Collective``.
+    Indexing builds an entry on demand; loops over all entries should use the columns.
     """
 
     __slots__ = ("_used", "created_ns", "kind_of", "kinds", "p2p_seqs", "record_ids", "seqs", "threads")
@@ -82,7 +82,7 @@ class Entries(Sequence[Collective]):
         return self._used
 
     def with_kinds(self, change: Callable[[Collective], Collective], kinds: Kinds) -> Entries:
-        """Returns the same entries with ``change`` applied to their kinds, which are added to ``kinds``."""
+        """Returns the same entries after applying ``change`` to their kinds, which are added to ``kinds``."""
         numbers = {number: kinds.number_of(change(kind)) for number, kind in self.used().items()}
         return Entries(
             kinds,
@@ -147,7 +147,7 @@ def positions(numbers: Sequence[int], wanted: Collection[int]) -> list[int]:
 
 
 def kind_of(entry: Collective) -> Collective:
-    """Returns the entry with its own numbers set to 0."""
+    """Returns the entry with the numbers that distinguish it from others of its kind set to 0."""
     return msgspec.structs.replace(entry, seq=0, p2p_seq=0, record_id=0, created_ns=0, thread=0)
 
 

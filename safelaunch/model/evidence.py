@@ -25,7 +25,7 @@ ServerProbe = Literal["", "answers", "no answer", "no route"]
 
 
 class NodeEvidence(Record, frozen=True):
-    """One node of the job, as its supervisor reports it, or as other nodes see it if its supervisor is silent."""
+    """A node of the job as its supervisor reports it, or as other nodes see it if that supervisor doesn't respond."""
 
     host: str
     slot: int = 0
@@ -45,7 +45,7 @@ class NodeEvidence(Record, frozen=True):
 
     @property
     def is_gone(self) -> bool:
-        """True if the node no longer responds and gave no reason."""
+        """True if the node no longer responds and didn't give a reason."""
         return bool(self.silent_s or self.store) and not self.trouble and self.last in ("", "watching")
 
 
@@ -56,7 +56,7 @@ class GpuProcess(Record, frozen=True):
 
 
 class Gpu(Record, frozen=True, omit_defaults=False):
-    """A GPU of a node. None: the GPU doesn't report the value."""
+    """A GPU of a node. A value is None if the GPU doesn't report it."""
 
     index: int = -1  # NVML index
     name: str | None = None
@@ -73,7 +73,7 @@ class Gpu(Record, frozen=True, omit_defaults=False):
 
 
 class Gpus(Record, frozen=True):
-    """Contents of ``gpus.json``: the driver's answer."""
+    """Contents of ``gpus.json``: the driver's report."""
 
     driver: str | None = None
     cuda_driver: int | None = None
@@ -111,7 +111,7 @@ class Resources(Record, frozen=True, omit_defaults=False):
 
 
 class NodeFiles(Record, frozen=True):
-    """Files of ``node/<host>/``, one for each field: a text (``.txt``) or a record (``.json``).
+    """Files in ``node/<host>/``, one for each field: a text (``.txt``) or a record (``.json``).
 
     ``capture.node.sources`` collects them. In a hang, they are also sent to other nodes.
     """
@@ -163,7 +163,7 @@ class NcclCommunicator(Record, frozen=True):
 
 
 class NcclWitness(Record, frozen=True):
-    """The answer of NCCL's RAS service during the stall."""
+    """The reply of NCCL's RAS service during the stall."""
 
     version: str
     communicators: tuple[NcclCommunicator, ...] = ()
@@ -175,14 +175,17 @@ class NcclWitness(Record, frozen=True):
 
 
 class Place(Record, frozen=True):
-    """The place of a rank: the user's frame in the process that holds it there; None if it wasn't seen."""
+    """The place of a rank: the user's frame in the process it is waiting in or for.
+
+    The frame is None if it wasn't seen.
+    """
 
     rank: int
     frame: Frame | None = None
 
 
 class FirstWord(Record, frozen=True):
-    """The activity of a quiet job's ranks."""
+    """Activity of a quiet job's ranks."""
 
     words: str = ""  # a clause; empty if there is nothing to report
     cause: str = ""  # as a verdict would name it
@@ -192,7 +195,7 @@ class FirstWord(Record, frozen=True):
 
 
 class EarlyLook(Record, frozen=True):
-    """The result of a look at the ranks of a quiet job, long before the threshold."""
+    """The result of looking at the ranks of a quiet job long before the threshold."""
 
     unix_s: float
     quiet_s: float  # time since the last progress
@@ -210,7 +213,7 @@ WRONG_RESULTS_FILE = f"{WRONG_RESULTS_KEY}.json"  # in a bundle
 
 
 class WrongResult(Record, frozen=True):
-    """A wrong result that no collective shows, found by a monitor of a job that otherwise runs."""
+    """A wrong result that no collective shows. A monitor found it in a job that otherwise runs."""
 
     kind: Literal["replicas-diverged", "non-finite-gradient", "loss"]
     unix_s: float
@@ -240,7 +243,7 @@ JobCondition = Answer | Literal["moving", "stopped"]
 
 
 class Launched(Record, frozen=True):
-    """How safelaunch started a job. Empty fields: unknown."""
+    """How safelaunch started a job. Empty fields are unknown."""
 
     typed: tuple[str, ...] = ()  # typed after ``safelaunch``, without secrets
     presets: tuple[str, ...] = ()  # presets in force, of any origin
@@ -299,9 +302,9 @@ def software(versions: Mapping[str, str]) -> dict[str, str]:
 
 
 def all_nodes(halves: Sequence[Evidence]) -> tuple[NodeEvidence, ...]:
-    """Merges the nodes of several pieces of evidence. Each has one node's own view and its view of the others.
+    """Merges the nodes of several pieces of evidence. Each piece has one node's own view, and its view of other nodes.
 
-    Without a node's own view, the piece that knows most describes it.
+    A node without its own view is described by the piece that knows most about it.
     """
     every = [node for half in halves for node in half.nodes]
     kept = {node.slot or node.host: node for node in every if node.here}
@@ -323,7 +326,7 @@ def _known_of(gone: NodeEvidence) -> tuple[bool, bool, float]:
 
 
 class Artifact(Record, frozen=True):
-    """One file of a bundle, or the reason why it is missing."""
+    """A file in a bundle, or the reason why it is missing."""
 
     path: str  # relative to the bundle
     how: str  # source, e.g. ``py-spy dump --json``
@@ -337,7 +340,7 @@ Confidence = Literal["high", "medium", "low"]
 
 
 class Culprit(Record, frozen=True, omit_defaults=False):
-    """One rank at fault."""
+    """A rank at fault."""
 
     rank: int
     """its global rank"""
@@ -360,7 +363,7 @@ class Culprit(Record, frozen=True, omit_defaults=False):
 
 
 class ProcessAtFault(Record, frozen=True, omit_defaults=False):
-    """One process at fault whose rank is not known."""
+    """A process at fault, if its rank isn't known."""
 
     label: str
     """its name in the evidence: ``process 688514``, ``worker-2``"""
@@ -379,7 +382,7 @@ class ProcessAtFault(Record, frozen=True, omit_defaults=False):
 
 
 class Claim(Record, frozen=True, omit_defaults=False):
-    """One piece of evidence: a claim, and the file of the bundle that supports it."""
+    """A piece of evidence: a claim, and the bundle file that supports it."""
 
     claim: str
     file: str
@@ -394,14 +397,14 @@ class NodeAtFault(Record, frozen=True, omit_defaults=False):
 
 
 class NextStep(Record, frozen=True, omit_defaults=False):
-    """A command to paste as it is, except for the number of a node (``N``), and its purpose."""
+    """A command to paste unchanged, except for a node's number (``N``), and its purpose."""
 
     why: str
     command: str
 
 
 class BundlePlace(Record, frozen=True, omit_defaults=False):
-    """The bundle on which the verdict about several nodes rests: the claims name its files."""
+    """The bundle that supports a verdict about several nodes; the claims name its files."""
 
     host: str
     path: str
@@ -409,7 +412,7 @@ class BundlePlace(Record, frozen=True, omit_defaults=False):
 
 
 class ProofEdge(Record, frozen=True, omit_defaults=False):
-    """A wait in a proof."""
+    """One wait in a proof."""
 
     who: str
     waits_for: tuple[str, ...]  # each could end the wait, and each waits itself; empty: nothing can end it
@@ -475,7 +478,7 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     """the job's command line as it was typed, without secrets"""
 
     def with_job(self, evidence: Evidence) -> Verdict:
-        """Returns the verdict with the fields that identify the job and the moment."""
+        """Returns the verdict with the fields that identify the job and the time of capture."""
         launched = evidence.launched or Launched()
         known = {"torch": launched.torch, "safelaunch": launched.safelaunch}
         return msgspec.structs.replace(
@@ -501,7 +504,7 @@ class Verdict(Record, frozen=True, omit_defaults=False):
 
 
 class Moment(Record, frozen=True):
-    """Time at which a stage of an incident was reached, on both clocks."""
+    """The time at which a stage of an incident was reached, on both clocks."""
 
     stage: str = ""
     unix_s: float = 0.0
@@ -509,7 +512,7 @@ class Moment(Record, frozen=True):
 
 
 class Watched(Record, frozen=True, omit_defaults=False):
-    """The watch's knowledge; see the same fields of :class:`Evidence`."""
+    """Facts that the watch knows; see the same fields of :class:`Evidence`."""
 
     stalled_s: float = 0.0
     threshold_s: float = 0.0
@@ -519,7 +522,7 @@ class Watched(Record, frozen=True, omit_defaults=False):
 
 
 class GroupMembers(Record, frozen=True, omit_defaults=False):
-    """A process group: its description, and its ranks as ranges."""
+    """A process group: its description, and ranges of its ranks."""
 
     called: str = ""
     ranks: str = ""
@@ -556,5 +559,5 @@ class Manifest(Record, frozen=True, omit_defaults=False):
 
     @property
     def taken(self) -> tuple[float, float]:
-        """Returns the Unix times, in seconds, of the last progress and of the writing; zeros if unknown."""
+        """Returns the Unix times, in seconds, of the last progress and of writing the bundle; zeros if unknown."""
         return (self.timeline[0].unix_s, self.written_unix_s) if self.timeline else (0.0, 0.0)

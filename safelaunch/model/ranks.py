@@ -1,4 +1,4 @@
-"""Records of one rank: its processes and stacks, its Flight Recorder, its beacon's reports, and its end.
+"""Records of one rank: its processes and stacks, its Flight Recorder, its beacon's reports, and how it ended.
 
 Stack frames are ordered innermost first. Times are seconds of ``CLOCK_MONOTONIC`` unless a name says otherwise.
 """
@@ -21,7 +21,7 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Frame(Record, frozen=True):
-    """One Python frame, or C frame in a native sample. ``file`` is absolute if the reader knows the path."""
+    """A Python frame, or a C frame in a native sample. ``file`` is absolute if the reader knows the path."""
 
     file: str
     line: int
@@ -29,7 +29,7 @@ class Frame(Record, frozen=True):
 
 
 class CallArguments(Record, frozen=True):
-    """Peers that an active c10d call names, by rank in the world or in its group. None: not given or not seen."""
+    """Peers named by an active c10d call, by rank in the world or in the call's group. None: not given or not seen."""
 
     src: int | None = None
     dst: int | None = None
@@ -63,7 +63,7 @@ class StackSample(Record, frozen=True):
 
     @property
     def main_thread(self) -> Thread | None:
-        """Returns the thread that runs the script: by kernel id, else by the name MainThread, else None."""
+        """Returns the thread that runs the script, by kernel id, else by the name MainThread; None if not found."""
         for thread in self.threads:
             if thread.os_tid == (self.leads or self.pid):
                 return thread
@@ -76,7 +76,7 @@ class StackSample(Record, frozen=True):
 class OtherEnd(Record, frozen=True):
     """A process at the other end of a pipe or connection.
 
-    If a thread waits to write to a pipe, it is a process that can read from the pipe, and vice versa.
+    For a thread that waits to write to a pipe, this is a process that can read from the pipe, and vice versa.
     """
 
     pid: int
@@ -114,7 +114,7 @@ class ThreadState(Record, frozen=True):
 
 
 class FileLock(Record, frozen=True):
-    """An exclusive lock on a file that some process has open or waits for."""
+    """An exclusive lock on a file that a process has open or is waiting to lock."""
 
     path: str
     pid: int  # holder, possibly the process that has the file open
@@ -194,12 +194,12 @@ class Collective(Record, frozen=True):
 
     @property
     def by_gloo(self) -> bool:
-        """True if its backend uses no device, so that the caller waits in the call or in its ``Work``."""
+        """True if the call's backend uses no device, so that the caller waits in the call or in its ``Work``."""
         return self.op.startswith("gloo:")
 
 
 class GroupStatus(Record, frozen=True):
-    """Last sequence numbers of one process group on one rank. -1: not reported by the backend."""
+    """The last sequence numbers of a process group on one rank; -1 if the backend doesn't report them."""
 
     last_enqueued: int = -1
     last_started: int = -1
@@ -219,7 +219,7 @@ class FlightRecord(Record, frozen=True):
 
 
 class Progress(Record, frozen=True):
-    """A rank's progress page. ``*_ns``: CLOCK_MONOTONIC of its host; 0: never."""
+    """A rank's progress page. ``*_ns`` fields are CLOCK_MONOTONIC times of its host, or 0 for never."""
 
     rank: int
     local_rank: int
@@ -245,7 +245,7 @@ class Progress(Record, frozen=True):
     history: tuple[tuple[int, int], ...] = ()  # some steps, oldest first: time of the mark, and number
 
     def mean_step_s(self, steps: int) -> float:
-        """Returns the mean seconds of the first ``steps``, except the very first, which starts the clock."""
+        """Returns the mean duration of the first ``steps`` steps, without the very first, which starts the clock."""
         return (self.last_step_ns - self.first_step_ns) / 1e9 / max(1, steps - 1)
 
 
@@ -257,7 +257,7 @@ class EarlierException(Record, frozen=True):
 
 
 class RankException(Record, frozen=True):
-    """First uncaught exception of a rank, as its beacon recorded it."""
+    """The first uncaught exception of a rank, as its beacon recorded it."""
 
     type: str
     message: str
@@ -285,7 +285,7 @@ class FatalError(Record, frozen=True):
 
 
 class ExitCall(Record, frozen=True):
-    """The last call of ``sys.exit`` or ``os._exit``, with the caller's frames."""
+    """The last call to ``sys.exit`` or ``os._exit``, with the caller's frames."""
 
     function: str
     code: int
@@ -301,7 +301,7 @@ class MemoryKills(Record, frozen=True):
 
 
 class RankExit(Record, frozen=True):
-    """End of a rank's process, as reported by the torchrun agent that reaped it."""
+    """How a rank's process ended, as reported by the torchrun agent that reaped it."""
 
     returncode: int  # as in ``subprocess``: negative for a signal
     time_unix_s: float  # when the agent noticed
@@ -310,7 +310,7 @@ class RankExit(Record, frozen=True):
 
 
 class Allocations(Record, frozen=True):
-    """Live blocks of GPU memory that the same place allocated."""
+    """Live blocks of GPU memory allocated at the same place."""
 
     size: int  # total bytes
     count: int
@@ -318,7 +318,7 @@ class Allocations(Record, frozen=True):
 
 
 class DeviceMemory(Record, frozen=True):
-    """Memory of a GPU when a rank ran out of it, in bytes. None: unknown."""
+    """Memory of a GPU when a rank ran out of it, in bytes; None if unknown."""
 
     device: int = -1  # the rank's number of the GPU
     asked: int | None = None  # size of the failed allocation
@@ -348,7 +348,7 @@ class HandledException(Record, frozen=True):
 
 
 class Posted(Record, frozen=True):
-    """A send or receive of the batch (``P2POp``) that a thread is executing."""
+    """A send or receive in the batch (``P2POp``) that a thread is executing."""
 
     thread: int  # ``Thread.ident``
     sends: bool
@@ -357,16 +357,16 @@ class Posted(Record, frozen=True):
 
 
 class NcclLog(Record, frozen=True):
-    """NCCL's warnings in a process, oldest first."""
+    """The NCCL warnings of a process, oldest first."""
 
     file: str  # log in the bundle
     warnings: tuple[str, ...] = ()
 
 
 class GilTest(Record, frozen=True):
-    """Answers of a rank's worker server to two requests. Only the second one needs the GIL.
+    """Replies of a rank's worker server to two requests. Only the second one needs the GIL.
 
-    ``ping`` True and ``python`` False: a thread holds the GIL. The Python handler reports the other fields.
+    If ``ping`` is True and ``python`` False, a thread holds the GIL. The Python handler reports the remaining fields.
     """
 
     ping: bool | None = None  # without the GIL; None: not sent, or the server wasn't up
@@ -384,7 +384,7 @@ class GilTest(Record, frozen=True):
 
 
 class RankFile(Record, frozen=True, kw_only=True):
-    """Contents of ``ranks/<rank>/rank.json``: evidence that no other file of the bundle holds."""
+    """Contents of ``ranks/<rank>/rank.json``: evidence that no other bundle file contains."""
 
     host: str = ""
     pid: int = 0

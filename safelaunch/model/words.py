@@ -35,7 +35,7 @@ _MOST_RANGES, _SHOWN_RANGES = 16, 8  # in a sentence
 
 
 def ranks_in(text: str) -> tuple[int, ...]:
-    """Returns the numbers in ``0-3,5``. Raises ValueError for other texts."""
+    """Parses rank ranges, e.g. ``0-3,5``. Raises ValueError for other texts."""
     found: set[int] = set()
     for part in text.split(",") if text else ():
         first, dash, last = part.partition("-")
@@ -49,14 +49,14 @@ def ranks_in(text: str) -> tuple[int, ...]:
 
 
 def duration(seconds: float) -> str:
-    """Returns ``2 ms``, ``0.05 s``, ``1.2 s``, ``70 s``."""
+    """Formats seconds as ``2 ms``, ``0.05 s``, ``1.2 s``, ``70 s``."""
     if seconds < 0.01:
         return f"{max(1.0, 1000 * seconds):.0f} ms"
     return f"{round(seconds, 2):.2g} s" if seconds < 9.95 else f"{seconds:.0f} s"
 
 
 def rate(steps_per_s: float) -> str:
-    """Returns ``12.3/s``; for slow jobs, the rate by the minute or the hour."""
+    """Formats a rate as ``12.3/s``; for slow jobs, per minute or per hour."""
     if steps_per_s <= 0:
         return "0/s"
     units = {"s": 1, "min": 60, "h": 3600}
@@ -66,7 +66,7 @@ def rate(steps_per_s: float) -> str:
 
 
 def since(seconds: float) -> str:
-    """Returns ``0.3s``, ``42s``, ``3m12s``, ``2h05m``, ``3d04h``."""
+    """Formats seconds as ``0.3s``, ``42s``, ``3m12s``, ``2h05m``, ``3d04h``."""
     whole = int(seconds)
     if seconds < 9.95:
         return f"{max(seconds, 0.0):.1f}s"
@@ -80,5 +80,5 @@ def since(seconds: float) -> str:
 
 
 def size(number: float) -> str:
-    """Returns bytes as ``1.5 GiB``, ``512 MiB``."""
+    """Formats bytes as ``1.5 GiB``, ``512 MiB``."""
     return f"{number / (1 << 30):.1f} GiB" if number >= 1 << 30 else f"{number / (1 << 20):.0f} MiB"

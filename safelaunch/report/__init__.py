@@ -1,3 +1,3 @@
-"""Texts and pages about a verdict: the screen, ``report.md`` and ``report.html``."""
+"""Presents a verdict: on the screen, in ``report.md``, and on the page ``report.html``."""
 
 HTML, PERFETTO, SPEEDSCOPE = "report.html", "timeline.perfetto.json", "stacks.speedscope.json"

@@ -1,4 +1,4 @@
-"""Facts about a job besides verdict and evidence: launch, nodes, early looks."""
+"""Facts about a job that are neither verdict nor evidence: its launch, nodes and early looks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class LaunchFacts(msgspec.Struct, frozen=True):
-    """Important part of ``launch.json``."""
+    """The parts of ``launch.json`` that a report shows."""
 
     run_name: str = ""
     host: str = ""
@@ -39,7 +39,7 @@ class LaunchFacts(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class NodeSummary:
-    """Content of ``node/<host>/``."""
+    """Facts about one node, from the bundle's directory ``node/<host>/``."""
 
     host: str
     gpus: tuple[Gpu, ...] = ()
@@ -57,7 +57,7 @@ class NodeSummary:
 
 @dataclass(frozen=True)
 class ReportHeader:
-    """Facts above a report's verdict."""
+    """Facts shown above the verdict in a report."""
 
     bundle: str = ""
     at_unix_s: float = 0.0  # of the evidence
@@ -69,11 +69,11 @@ class ReportHeader:
 
 
 def early_line(look: EarlyLook, before: EarlyLook | None = None, *, part: bool = False) -> str:
-    """Returns the line on the screen.
+    """Describes an early look in one line, for the screen.
 
     Args:
-        before: Previous look in the same quiet time, whose words aren't repeated.
-        part: Other nodes have ranks, too.
+        before: Previous look in the same quiet period; its words aren't repeated.
+        part: True if other nodes have ranks, too.
     """
     content = (look.movement, look.cause, look.places)
     if before is not None and (before.movement, before.cause, before.places) == content:

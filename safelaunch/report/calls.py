@@ -1,6 +1,6 @@
-"""The recorded calls of all ranks as one table, in order.
+"""Shows the recorded calls of all ranks in one table, in order.
 
-A row is a call of a process group; ranks that did the same share a line.
+Each row is a call in a process group. Ranks that made the same call share a row.
 """
 
 from __future__ import annotations
@@ -113,9 +113,10 @@ def _columns(
 
 
 class ByKind(Generic[T]):
-    """Calls ``make`` once per kind of call, for all ranks.
+    """Calls ``make`` once for each kind of call, even if several ranks made it.
 
-    All rings must outlive it, because it tells their tables of kinds apart by id.
+    Rings with a common table of kinds share results. The rings must outlive this object, because it identifies their
+    tables by ``id()``.
     """
 
     def __init__(self, make: Callable[[RankEvidence, Collective], T]) -> None:
@@ -123,7 +124,7 @@ class ByKind(Generic[T]):
         self._known: dict[tuple[int, int, tuple[str, ...]], T] = {}
 
     def of(self, rank: RankEvidence, ring: Entries) -> dict[int, T]:
-        """Returns the results for the kinds of calls in a record."""
+        """Returns the result of ``make`` for each kind of call in a record."""
         made = {}
         for number, call in ring.used().items():
             key = (id(ring.kinds), number, rank.code_roots)
@@ -134,12 +135,12 @@ class ByKind(Generic[T]):
 
 
 def called_at(rank: RankEvidence, call: Collective) -> Frame | None:
-    """Returns the user's line of a recorded call, else its innermost frame."""
+    """Returns the user's frame of a recorded call, or else its innermost frame; None if it has no frames."""
     return stack_of(rank, call.frames).user_frame or next(iter(call.frames), None)
 
 
 def _slots(ring: Entries, at: Sequence[int], numbers: Sequence[int]) -> list[Slot]:
-    """Returns the slots of a rank's calls. Coalesced calls, which share a number, get one each."""
+    """Returns a slot for each of a rank's calls. Coalesced calls have the same number but get different slots."""
     counts = Counter[tuple[str, bool, int]]()
     slots = []
     for n, number in zip(at, numbers, strict=True):
@@ -151,7 +152,7 @@ def _slots(ring: Entries, at: Sequence[int], numbers: Sequence[int]) -> list[Slo
 
 
 def _note_absent(rows: Iterable[CallRow], records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -> None:
-    """Notes members of the group whose last collective has a smaller number."""
+    """Adds to each row the members of its group that haven't reached it: their last collective has a smaller number."""
     last: dict[str, dict[int, int]] = {}
     members: dict[str, set[int]] = {}
     whole = set()  # ranks with a ring that lost nothing: groups missing from it weren't called
@@ -183,7 +184,7 @@ def _newest(ring: Entries) -> Iterator[tuple[str, int]]:
 
 
 def in_order(columns: Iterable[Sequence[Slot]], at_ns: Mapping[Slot, int]) -> list[Slot]:
-    """Returns all slots in the order of each column, or by time where columns contradict each other."""
+    """Returns all slots, in the order of each column; if columns contradict each other, by time."""
     before: dict[Slot, int] = dict.fromkeys(at_ns, 0)
     after: dict[Slot, set[Slot]] = {slot: set() for slot in at_ns}
     for column in columns:
@@ -233,7 +234,7 @@ def _label(call: Collective) -> str:
 
 
 class CallDocument(TypedDict):
-    """A call of ``ranks``. ``number`` counts in its process group; sends and receives have their own numbers."""
+    """A call made by ``ranks``. ``number`` counts calls in its process group; sends and receives are counted apart."""
 
     group: str
     description: str

@@ -1,4 +1,4 @@
-"""The source where ranks diverged: lines of each side, and conditions and loops on the way there."""
+"""Shows the source where ranks diverged: the lines of each side, and conditions and loops on the way there."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CallSide:
 
 
 def sides(facts: CaseFacts, verdict: Verdict, redact: Callable[[str], str]) -> list[CallSide]:
-    """Returns the sides: ranks at fault first, then ranks that wait in the same group, the largest side first.
+    """Returns the sides: first ranks at fault, then ranks that wait in the same group. Larger sides come first.
 
     Args:
         redact: Removes secrets from a line of source.
@@ -63,7 +63,7 @@ def sides(facts: CaseFacts, verdict: Verdict, redact: Callable[[str], str]) -> l
     awaited_groups = {waits[rank] for rank in named if rank in waits}
 
     def order(item: tuple[tuple[bool, tuple[Frame, ...]], list[int]]) -> tuple[bool, bool, int, int, int]:
-        """Sorts ranks at fault first, then ranks that wait in their group."""
+        """Returns a key that sorts ranks at fault first, then ranks that wait in the same group."""
         (culprit, _), ranks = item
         members, complete = facts.alignment.members(waits.get(ranks[0]) or "")
         among = len(members) if complete and members & set(named) else len(facts.world)
@@ -203,10 +203,11 @@ class _SourceReader:
     def places(
         self, stack: Sequence[Frame], elsewhere: Sequence[Sequence[Frame]], alike: bool
     ) -> tuple[list[FrameWithSource], tuple[Frame, ...]]:
-        """Returns the frames of a stack with source worth showing, and the other callers.
+        """Returns the frames of a stack whose source is worth showing, and the other callers.
 
-        A caller is worth showing if ranks can diverge there, if other sides have other callers there, or if all came by
-        the same lines (``alike``), so that the values they passed on differ.
+        A caller's source is worth showing if ranks can diverge there, or if other sides came through other lines. If
+        all sides came through the same lines (``alike``), every caller's is, because the values that they passed
+        differ.
         """
         places: list[FrameWithSource] = []
         callers: list[Frame] = []
@@ -220,7 +221,7 @@ class _SourceReader:
         return places, tuple(callers)
 
     def as_left(self, place: FrameWithSource) -> FrameWithSource:
-        """Returns the place of a rank that has left its line and the loop around it."""
+        """Returns ``place`` with marks for a rank that has left both this line and the loop around it."""
         loop = next((step.line for step in way_to(place.frame, self.facts.read_source) if step.loop), None)
         lines = []
         for line in place.lines:
@@ -265,7 +266,7 @@ def _went_elsewhere(frame: Frame, other: Sequence[Frame]) -> bool:
 
 
 def _wanted(source: Sequence[str], here: int, steps: Sequence[Guard], marked: Set[int]) -> list[int]:
-    """Returns the numbers of the lines to show: around ``here``, and marked ones."""
+    """Returns the numbers of the lines to show: those around ``here``, ``marked`` ones, and small gaps in between."""
     first, last = _function_around(source, here)
     wanted = set(range(max(first, here - BEFORE), min(last, here + AFTER) + 1)) | marked | set(_headed(source, steps))
     for number in sorted(wanted):  # fill small gaps
@@ -277,7 +278,7 @@ def _wanted(source: Sequence[str], here: int, steps: Sequence[Guard], marked: Se
 
 
 def _function_around(source: Sequence[str], here: int) -> tuple[int, int]:
-    """Returns first and last line of the function around line ``here``, by indentation."""
+    """Returns the first and last line of the function that contains line ``here``, judging by indentation."""
     least = _indent(source[here - 1])
     for number in range(here - 1, 0, -1):
         indent = _indent(source[number - 1])
@@ -291,7 +292,7 @@ def _function_around(source: Sequence[str], here: int) -> tuple[int, int]:
 
 
 def _headed(source: Sequence[str], steps: Sequence[Guard]) -> list[int]:
-    """Returns the ``else`` lines that the ranks took."""
+    """Returns the numbers of those ``else`` or ``elif`` lines whose branch the ranks took."""
     numbers = []
     for step in steps:
         if step.text.startswith("else of "):
@@ -310,7 +311,10 @@ def _indent(line: str) -> int:
 
 
 def _note(facts: CaseFacts, step: Guard) -> str:
-    """Returns ``leads rank 0 here; keeps ranks 1-3 from here`` for a condition on the rank."""
+    """Describes which ranks pass a condition on the rank: ``leads rank 0 here; keeps ranks 1-3 from here``.
+
+    Returns "" if the condition doesn't depend on the rank.
+    """
     if step.loop or not step.depends_on_rank:
         return ""
     admitted: dict[bool | None, list[int]] = {}
@@ -325,7 +329,7 @@ def _note(facts: CaseFacts, step: Guard) -> str:
 
 
 def all_frames(evidence: Evidence, verdict: Verdict) -> list[Frame]:
-    """Returns the ranks' outermost user frames, and lines at fault."""
+    """Returns the ranks' outermost user frames, and the frames at fault."""
     frames = {culprit.frame for culprit in verdict.culprits if culprit.frame is not None}
     for rank in evidence.ranks[:64]:
         frames |= set(user_stack_of(rank)[-1:])

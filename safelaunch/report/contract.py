@@ -1,4 +1,4 @@
-"""A job's devices, by local rank, and its batch size."""
+"""Describes a job's devices, by local rank, and its batch size."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ NO_SUCH_DEVICE = "invalid device ordinal"
 
 
 def world(size: int, mesh: Sequence[tuple[str, int]] = ()) -> str:
-    """Returns ``8 ranks = dp 2 x tp 4``. ``mesh`` holds dimensions and sizes."""
+    """Describes the ranks and their mesh: ``8 ranks = dp 2 x tp 4``. ``mesh`` lists dimensions with their sizes."""
     shape = " x ".join(f"{name} {length}" for name, length in mesh)
     count = "1 rank" if size == 1 else f"{size} ranks"
     return f"{count}{f' = {shape}' if shape else ''}" if size else ""
 
 
 def devices(evidence: Evidence) -> str:
-    """Returns ``local rank 0: GPU 0, 1: GPU 1``, by ``CUDA_VISIBLE_DEVICES``, and ranks that want a missing GPU."""
+    """Returns ``local rank 0: GPU 0, 1: GPU 1``, from CUDA_VISIBLE_DEVICES, and the ranks whose GPU doesn't exist."""
     chosen: dict[int, dict[str, None]] = {}
     for rank in evidence.ranks:
         if rank.gpu and rank.local_rank >= 0:
@@ -47,7 +47,7 @@ def _why(wrong: list[RankEvidence]) -> str:
 
 
 def batches(evidence: Evidence) -> str:
-    """Returns ``32 a rank (loader), 512 over 16 data-parallel ranks``, if known."""
+    """Describes the batch size: ``32 a rank (loader), 512 over 16 data-parallel ranks``; empty if unknown."""
     fed = {rank.batch for rank in evidence.ranks}
     batch = fed.pop() if len(fed) == 1 else None
     if batch is not None:

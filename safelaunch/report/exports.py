@@ -1,4 +1,4 @@
-"""Evidence for Perfetto and chrome://tracing: ``timeline.perfetto.json`` in Trace Event Format, with times in µs."""
+"""Exports evidence for Perfetto and chrome://tracing: ``timeline.perfetto.json`` in Trace Event Format, in µs."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def as_json(document: dict[str, Any]) -> str:
 
 
 def perfetto(facts: CaseFacts, name: str = "") -> dict[str, Any]:
-    """Returns the newest calls of every rank: a process is a rank, a thread is one of its process groups.
+    """Returns the newest calls of every rank as trace events. Processes stand for ranks, threads for process groups.
 
-    A call lasts until the rank's next call in that group, and an incomplete last one until the evidence was collected.
-    Not every backend records times of completion.
+    A call is drawn until the rank's next call in that group; if the last call is incomplete, until the evidence was
+    collected. Completion times aren't used, because not every backend records them.
 
-    Times are whole microseconds: Perfetto drops an event that begins a rounding error before its predecessor ends.
-    Threads count from 1, because Perfetto takes thread 0 of process 0 for the idle thread.
+    Times are whole microseconds, because Perfetto drops an event that, due to rounding, begins before the previous one
+    ends. Threads are numbered from 1, because Perfetto takes thread 0 of process 0 for the idle thread.
     """
     records = {
         rank: Entries.of(state.evidence.flight_record.entries)

@@ -1,4 +1,4 @@
-"""``report.md``. The job's text is untrusted, so Markdown is escaped."""
+"""Writes ``report.md``. The job's text is untrusted, so Markdown in it is escaped."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ _FIRST = re.compile(r"(?:[-+=|#]+|\d{1,9}[.)])$|[>\[]")  # at the start of a par
 
 
 def md(text: object) -> str:
-    """Returns ``text`` in Markdown; possible markup becomes code, which needs no escapes.
+    """Converts text to Markdown. Words that might be markup become code, so that they need no escapes.
 
-    Code in the text, as in the verdict's sentences, stays as it is.
+    Code in ``text``, such as in the verdict's sentences, stays as it is.
     """
     *parts, last = clean(str(text)).strip().split("`")
     if len(parts) % 2:  # an odd backquote
@@ -76,10 +76,10 @@ def md(text: object) -> str:
 
 
 def _words(text: str, *, first: bool) -> str:
-    """Returns words in Markdown; consecutive ones with markup become one piece of code.
+    """Converts text without code; adjacent words that might be markup become one piece of code.
 
     Args:
-        first: They begin a paragraph.
+        first: True if the text begins a paragraph.
     """
     pieces: list[list[str]] = []
     for number, word in enumerate(text.split(" ")):
@@ -95,7 +95,7 @@ def _words(text: str, *, first: bool) -> str:
 
 
 def in_cell(text: object) -> str:
-    """Returns ``md(text)`` for a table cell, without bars."""
+    """Returns ``md(text)`` for a table cell, with each ``|`` replaced."""
     return md(text).replace("|", "¦")
 
 
@@ -114,10 +114,10 @@ def markdown(
     facts: CaseFacts | None = None,
     read_line: ReadLine | None = None,
 ) -> str:
-    """Returns ``report.md``.
+    """Returns the text of ``report.md``.
 
     Args:
-        facts: Facts of ``evidence``, if known.
+        facts: Facts derived from ``evidence``, if already known.
     """
     facts = facts or CaseFacts.of(evidence)
     rows = alike([row_of(rank) for rank in facts.ranks.values()], {culprit.rank for culprit in verdict.culprits})
@@ -157,7 +157,7 @@ def markdown(
 
 
 def _md_head(verdict: Verdict, evidence: Evidence) -> str:
-    """Returns time, host and job, for readers of this file alone."""
+    """Returns time, host and job, for people who read only this file."""
     hosts = list(dict.fromkeys(filter(None, (*(rank.host for rank in evidence.ranks), verdict.host))))
     facts = {
         "time": verdict.time.replace("T", " ").replace("Z", " UTC"),
@@ -175,7 +175,7 @@ def _md_list(title: str, items: Sequence[str]) -> str:
 
 
 def _md_culprits(culprits: Sequence[Culprit], evidence: Evidence, read_line: ReadLine | None) -> list[str]:
-    """Returns a section per rank at fault. A shared stack is in the first one."""
+    """Returns a section for each rank at fault. A stack that several share is shown only in the first section."""
     sections: list[str] = []
     shown: dict[tuple[str, ...], int] = {}
     for culprit in culprits:
@@ -231,7 +231,7 @@ def _md_nodes(nodes: Sequence[NodeEvidence]) -> str:
 
 
 def _md_stacks(facts: CaseFacts, culprits: Sequence[Culprit]) -> str:
-    """Returns each stack of the other ranks once, folded."""
+    """Returns the stacks of all other ranks, folded; equal stacks are shown once."""
     groups, without = stack_groups(facts)
     sides = {rank: state.evidence for rank, state in facts.ranks.items()}
     above = {frames_at_fault(culprit, sides.get(culprit.rank)): culprit.rank for culprit in reversed(culprits)}

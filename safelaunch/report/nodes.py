@@ -1,4 +1,4 @@
-"""A job's nodes for the page, with equal ones in one row; also ranks on another rank's GPU."""
+"""Shows a job's nodes on the page, with equal nodes in one row, and ranks that use another rank's GPU."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class _NodeRow:
 def nodes(
     facts: CaseFacts, about: ReportHeader, states: Mapping[str, tuple[str, str]], culprits: Collection[int]
 ) -> dict[str, Any]:
-    """Returns ``rows``, one per class of equal nodes, and ``every`` node.
+    """Returns ``rows``, one per class of equal nodes, and ``every``, all nodes.
 
-    Rows with ranks at fault come first, then conspicuous ones.
+    Rows with ranks at fault come first, then conspicuous rows.
 
     Args:
-        states: Host -> its ranks, and its state in words.
+        states: Host → its ranks, and its state in words.
     """
     classes: dict[Hashable, list[_NodeRow]] = {}
     for node in _all(facts, about, states, set(culprits)):
@@ -88,7 +88,7 @@ def _all(
 
 
 def _class_of(node: _NodeRow) -> Hashable:
-    """Returns the same key for nodes that differ only in numbers; the speed and MTU of their network count."""
+    """Returns a key that is equal for nodes that differ only in numbers. Network speed and MTU must be equal, too."""
     state = re.sub(r"\d+", "", node.state)
     if node.files is None:
         return node.culprit, state, node.notes
@@ -192,7 +192,7 @@ def _gpu(gpu: Gpu, names: ItemNumbers[str]) -> list[Any]:
 
 
 def misplaced(facts: CaseFacts, about: ReportHeader) -> str:
-    """Describes ranks with memory on another GPU than their own, or on another rank's, by NVML.
+    """Describes ranks that, according to NVML, have memory on a GPU other than their own, or share a GPU.
 
     An example is ``ranks 0-1 share GPU 0 of node1; rank 1 has memory on GPU 0 and was given GPU 1``.
     """

@@ -1,7 +1,7 @@
-"""``report.html``: an incident in one file that loads nothing.
+"""Builds ``report.html``: an incident in one self-contained file.
 
-:func:`content` (pure) makes the page's data. It folds equal things, so that thousands of ranks take a few hundred
-kilobytes. Scripts show the job's names and messages, which are untrusted, as text.
+:func:`content` (pure) returns the page's data. It folds equal things, so that a job of thousands of ranks takes only a
+few hundred kilobytes. The page's scripts insert the job's names and messages, which are untrusted, only as text.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def content(
     redact: Callable[[str], str] = str,
     about: ReportHeader | None = None,
 ) -> dict[str, Any]:
-    """Returns the page's data for JSON.
+    """Returns the page's data, to be stored as JSON.
 
     Args:
-        facts: Facts of ``evidence`` with the source, if known.
+        facts: Facts derived from ``evidence`` and the source, if already known.
         redact: Removes secrets from a line of source.
     """
     about = about or ReportHeader()
@@ -131,7 +131,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _facts(verdict: Verdict, facts: CaseFacts, evidence: Evidence, about: ReportHeader) -> Iterable[tuple[str, str]]:
-    """Yields ``(label, value)`` of the facts that readers look for first."""
+    """Yields ``(label, value)`` for the facts that readers look for first."""
     launch = about.launch
     steps = [
         rank.progress.step for rank in evidence.ranks if rank.progress is not None and rank.progress.step is not None

@@ -1,4 +1,4 @@
-"""Chart of all ranks' steps over time: the rate before the stall, ranks behind, and the stall."""
+"""Draws all ranks' steps over time: the rate before the stall, ranks that fell behind, and the stall."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _FEW = 3
 
 
 def as_page(evidence: Evidence, culprits: Collection[int]) -> dict[str, Any] | None:
-    """Returns a line per set of ranks that stopped at the same step; None without steps.
+    """Returns one line for each set of ranks that stopped at the same step; None if no steps were recorded.
 
-    Times are seconds before the evidence was collected, on each host's clock.
+    Times are in seconds before the evidence was collected, by each host's own clock.
     """
     taken = _taken(evidence)
     stepping = {
@@ -39,7 +39,7 @@ def as_page(evidence: Evidence, culprits: Collection[int]) -> dict[str, Any] | N
 
 
 def _taken(evidence: Evidence) -> Mapping[str, float]:
-    """Returns when each host's ranks were last looked at, on its clock."""
+    """Returns host → time at which its ranks were last observed, by its own clock."""
     times: dict[str, float] = {}
     for rank in evidence.ranks:
         states = rank.main.states if rank.main is not None else ()
@@ -50,7 +50,7 @@ def _taken(evidence: Evidence) -> Mapping[str, float]:
 
 
 def _line(members: list[RankEvidence], culprit: bool, taken: Mapping[str, float]) -> dict[str, Any]:
-    """Returns the line of a set of ranks, which is the longest history among them."""
+    """Returns the line of a set of ranks: the longest history of any of them."""
     longest = max(members, key=lambda rank: len(rank.progress.history) if rank.progress is not None else 0)
     progress = longest.progress
     assert progress is not None

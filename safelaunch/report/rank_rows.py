@@ -1,4 +1,4 @@
-"""A row for each rank: step, state and activity; ranks that do the same share one."""
+"""Builds a row for each rank with its step, state and activity; ranks that do the same share a row."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def row_of(one: RankFacts) -> RankRow:
 
 
 def alike(rows: Sequence[RankRow], culprits: Collection[int]) -> list[Alike]:
-    """Groups rows by activity and line, and by step if that makes few groups."""
+    """Groups rows by activity and line; also by step, if there are then still few groups."""
     folded: list[list[RankRow]] = []
     for by_step in (True, False):
         groups: dict[tuple[object, ...], list[RankRow]] = {}

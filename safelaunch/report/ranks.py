@@ -1,4 +1,4 @@
-"""Ranks, process groups and files for the page, with equal ones folded."""
+"""Shows ranks, process groups and files on the page, with equal ones in one row."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ MOST_CALLS = 5
 
 
 def ranks(facts: CaseFacts, verdict: Verdict, frames: Frames) -> dict[str, Any]:
-    """Returns ``rows``, one per set of equal ranks, and ``ranks`` with their rows' numbers.
+    """Returns ``rows``, one per set of equal ranks, and ``ranks``, which maps each rank to its row.
 
-    ``logs`` has the end of ranks' outputs, and ``calls`` their last calls.
+    ``logs`` contains the ends of the ranks' output, and ``calls`` their last calls.
     """
     named = {culprit.rank for culprit in verdict.culprits}
     rows: list[dict[str, Any]] = []
@@ -110,7 +110,7 @@ def _child(child: View, rank: RankEvidence, frames: Frames) -> list[Any]:
 
 
 def _calls(facts: CaseFacts, rank: int) -> tuple[str, ...]:
-    """Returns the last recorded calls, newest first: ``all_reduce of (4,) Float · #31 of group '0' · pending``."""
+    """Describes the last recorded calls, newest first: ``all_reduce of (4,) Float · #31 of group '0' · pending``."""
     record = facts.ranks[rank].evidence.flight_record
     if record is None or not record.entries:
         return ()
@@ -122,7 +122,7 @@ def _calls(facts: CaseFacts, rank: int) -> tuple[str, ...]:
 
 
 def _add_logs(facts: CaseFacts, every: Sequence[dict[str, Any]], named: set[int]) -> list[tuple[str, ...]]:
-    """Adds the ends of outputs while there is room: ranks at fault first, then one per row."""
+    """Adds the ends of the ranks' output while there is room: first ranks at fault, then one rank per row."""
     firsts: set[int] = set()
     order = []
     for item in every:
@@ -148,7 +148,7 @@ def _add_logs(facts: CaseFacts, every: Sequence[dict[str, Any]], named: set[int]
 
 
 def groups(facts: CaseFacts) -> dict[str, Any]:
-    """Returns members and progress of process groups. Groups that ranks wait in come first."""
+    """Returns the members and progress of each process group. Groups in which ranks wait come first."""
     alignment = facts.alignment
     waited = {rank.wait.group for rank in facts.ranks.values() if rank.wait is not None}
     names = {group for record in alignment.records.values() for group in (*record.groups, *record.status)}
@@ -186,7 +186,7 @@ _RankPosition = tuple[int, int, str]  # numbers of the last call entered and com
 
 
 def _standing(facts: CaseFacts, rank: int, name: str) -> _RankPosition:
-    """Returns a rank's progress in a group by its oldest pending call."""
+    """Returns a rank's progress in a group: from its oldest pending call there, or else from its last call."""
     alignment = facts.alignment
     record = alignment.records.get(rank)
     if record is None:
@@ -219,7 +219,7 @@ def _members(facts: CaseFacts, name: str) -> tuple[frozenset[int], bool]:
 
 
 def files(artifacts: Iterable[Artifact]) -> dict[str, Any]:
-    """Returns the bundle's files. One that many ranks have is listed once: ``[name, how, ranks, bytes of all]``."""
+    """Returns the bundle's files. One that many ranks have is listed once: ``[name, how, ranks, total bytes]``."""
     own: list[list[Any]] = []
     shared: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
     missing: dict[tuple[str, str, str], list[int]] = {}

@@ -1,6 +1,6 @@
-"""A verdict as one screen on stderr.
+"""Shows a verdict on stderr, in at most one screen.
 
-Text of the job is untrusted: control characters never reach the terminal.
+The job's text is untrusted, so its control characters are removed.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def screen(
 ) -> str:
     """Returns the summary for stderr: at most ``MAX_LINES`` lines, each starting with ``safelaunch: ``.
 
-    Lines break between words. Only long words, paths and commands exceed ``width``. The next command and, on the last
-    line, the bundle's path after ``place`` never break, so that users can copy them.
+    Lines break between words. Only long words, paths and commands exceed ``width``. The next command is never broken,
+    and neither is the bundle's path, which follows ``place`` on the last line, so that users can copy them.
 
     Args:
-        page: File in the bundle to open for more, shown above the path with the command that explains the cause.
-        read_line: Returns a line of source.
-        cwd: Base of the bundle's path if it doesn't fit otherwise.
-        evidence: If given, errors of ranks that lost a peer are shortened to one line.
+        page: File in the bundle that shows more. It is named above the path, with the command that explains the cause.
+        read_line: Reads a line of source.
+        cwd: Directory to which the bundle's path is made relative if it doesn't fit otherwise.
+        evidence: If given, the error of each rank that merely lost a peer is shortened to one line.
     """
     verdict = verdict if evidence is None else _with_lost_peers(verdict, evidence)
     room = max(width - len(PREFIX), 28)
@@ -114,7 +114,7 @@ def screen(
 
 
 def _with_lost_peers(verdict: Verdict, evidence: Evidence) -> Verdict:
-    """Shortens messages of ranks that only lost a peer."""
+    """Shortens the error messages of ranks that failed only because they lost a peer."""
     named = {culprit.rank for culprit in verdict.culprits}
     lost = [rank.rank for rank in evidence.ranks if rank.rank not in named and has_lost_a_peer(rank)]
     texts = {}
@@ -187,7 +187,7 @@ def _files(files: Sequence[str], most: int = 3) -> str:
 
 
 def _claims(verdict: Verdict, room: int, space: int) -> list[ScreenLine]:
-    """Returns as many of the first five claims as fit into ``space`` lines. Only the first is shortened."""
+    """Returns those of the first five claims that fit into ``space`` lines. Only the first may be shortened."""
     picked = _spread(merged_claims(verdict.evidence, clean(verdict.summary)), min(5, space - 1))
     lines: list[str] = []
     for text, files in picked:
@@ -200,7 +200,7 @@ def _claims(verdict: Verdict, room: int, space: int) -> list[ScreenLine]:
 
 
 def _spread(claims: Sequence[tuple[str, tuple[str, ...]]], count: int) -> list[tuple[str, tuple[str, ...]]]:
-    """Puts the first claim of each file before the second of any."""
+    """Returns the first ``count`` claims in an order in which each file's first claim precedes any second one."""
     counts = Counter[str]()
     order = []
     for index, (text, files) in enumerate(claims):
@@ -212,7 +212,7 @@ def _spread(claims: Sequence[tuple[str, tuple[str, ...]]], count: int) -> list[t
 def _tail(verdict: Verdict, room: int, space: int) -> list[ScreenLine]:
     """Returns the part below the evidence, in ``space`` lines.
 
-    Advice is never cut, and a second piece only included if it fits.
+    Advice is never shortened. A second piece of advice is included only if it fits.
     """
     parts = []
     if proved := proof_words(verdict):
@@ -243,7 +243,7 @@ def _command(step: NextStep | None) -> list[ScreenLine]:
 
 
 def _details(cause: str, page: str, room: int) -> list[ScreenLine]:
-    """Returns the command that explains the cause, and the page, on one line if they fit."""
+    """Returns the command that explains the cause, and the name of the page, on one line if they fit."""
     explain = f"safelaunch explain {clean(cause)}"
     details = f"  details: {page} in the bundle"
     together = (f"{details}; {explain}", f"  details: {page}; {explain}") if page else ()
@@ -254,7 +254,7 @@ def _details(cause: str, page: str, room: int) -> list[ScreenLine]:
 
 
 def _place(place: str, path: str, room: int, cwd: str) -> list[ScreenLine]:
-    """Returns the place of the evidence, relative to ``cwd`` or on its own line if necessary."""
+    """Returns the path of the evidence; if it doesn't fit, relative to ``cwd`` or on its own line."""
     line = f"{place}: {path}"
     if cwd and len(line) > room:
         short = path.removeprefix(f"{cwd}/")

@@ -1,4 +1,4 @@
-"""Sentences for the screen, ``report.md`` and the page."""
+"""Forms sentences for the screen, ``report.md`` and the page."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def is_healthy(verdict: Verdict) -> bool:
 
 
 def node_words(node: NodeAtFault) -> str:
-    """Returns ``node a (ranks 0-7): its safelaunch was not heard for 20 s``."""
+    """Describes a node at fault: ``node a (ranks 0-7): its safelaunch was not heard for 20 s``."""
     ranks = f" ({rank_words(node.ranks)})" if node.ranks else ""
     return clean(f"node {node.host}{ranks}: {node.reason}")
 
@@ -47,9 +47,9 @@ _OF_RANK = re.compile(r"rank (\d+): ")
 
 
 def merged_claims(claims: Sequence[Claim], told: str = "") -> list[tuple[str, tuple[str, ...]]]:
-    """Returns each claim once, with all its files; equal claims about several ranks become one.
+    """Returns each claim once, with all files that support it. Equal claims about several ranks become one claim.
 
-    Omits claims quoted in ``told``.
+    Omits claims that the text ``told`` already quotes.
     """
     files_by_text: dict[str, dict[str, tuple[int, ...]]] = {}
     for claim in claims:
@@ -68,13 +68,13 @@ def _of_ranks(text: str, files: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def confidence_words(verdict: Verdict) -> str:
-    """Returns ``confidence: medium``. In a proved hang, only the cause is in doubt."""
+    """Describes the confidence: ``confidence: medium``. If the hang is proved, only its cause is in doubt."""
     level = verdict.confidence
     return f"proved hang; cause: {level} confidence" if _is_proved(verdict) else f"confidence: {level}"
 
 
 def confidence_sentence(verdict: Verdict) -> str:
-    """Returns ``Medium confidence`` or ``Proved hang · cause: medium confidence``."""
+    """Describes the confidence: ``Medium confidence`` or ``Proved hang · cause: medium confidence``."""
     words = f"{verdict.confidence} confidence"
     return sentence(f"proved hang · cause: {words}" if _is_proved(verdict) else words)
 
@@ -85,7 +85,7 @@ def _is_proved(verdict: Verdict) -> bool:
 
 
 def now_words(verdict: Verdict) -> str:
-    """Returns what to do about a job that continues but might be hung; else ""."""
+    """Returns what to do about a job that might be hung but was left running; "" for any other job."""
     if verdict.outcome != "suspect":
         return ""
     name = f" {shlex.quote(clean(verdict.run))}" if verdict.run else ""
@@ -96,7 +96,7 @@ def now_words(verdict: Verdict) -> str:
 
 
 def proof_words(verdict: Verdict) -> str:
-    """Returns why the job can't continue: what ranks wait for, and that nothing else can provide it."""
+    """Returns why the job can't continue: what ranks wait for, and that nothing can provide it; "" without proof."""
     waits = [f"{_does(edge.who, 'need')} {edge.why}" for edge in verdict.proof if edge.who.startswith("rank")]
     never = next((edge for edge in verdict.proof if not edge.waits_for), None)
     if never is not None and " of group " in never.who:  # a call whose ranks disagree
@@ -122,7 +122,7 @@ def beside_next(verdict: Verdict) -> list[str]:
 
 
 def next_step(verdict: Verdict) -> NextStep | None:
-    """Returns the next command, unless it was just typed."""
+    """Returns the command to run next; None if there is none, or the user just typed it."""
     step = verdict.next
     try:
         words = shlex.split(step.command) if step is not None else []
@@ -178,7 +178,7 @@ def nccl_lines(witness: NcclWitness | None) -> list[str]:
 
 
 def stalled_words(evidence: Evidence) -> str:
-    """Returns the time without progress and its limit; empty if the bundle isn't about that."""
+    """Returns the time without progress and its limit; empty if the bundle isn't about missing progress."""
     if not evidence.threshold_s:
         return ""
     why = f" ({evidence.threshold_why})" if evidence.threshold_why else ""

@@ -1,4 +1,4 @@
-"""The ranks' main threads as a tree of shared frames, with branches where they diverge."""
+"""Shows the ranks' main threads as a tree of shared frames, with branches where their stacks diverge."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DEEPEST = 60  # enough for a runaway recursion, at another depth in each rank
 
 @dataclass(frozen=True)
 class StackBranch:
-    """Frames that ranks share, and how their stacks continue. Without frames, their stacks end."""
+    """Frames that ranks share, and the branches into which their stacks continue. Without frames, they end here."""
 
     frames: tuple[Frame, ...]  # outermost first
     ranks: str  # ranges: ``0-2,5``
@@ -22,7 +22,7 @@ class StackBranch:
 
 
 def stack_tree(stacks: Mapping[int, Sequence[Frame]], everybody: Iterable[int]) -> tuple[StackBranch, ...]:
-    """Returns the tree of all stacks, which have the innermost frame first."""
+    """Returns the tree of all ``stacks``, in which the innermost frame comes first."""
     groups: dict[tuple[Frame, ...], int] = {}
     for rank, frames in stacks.items():
         key = tuple(frames)
@@ -34,7 +34,7 @@ def stack_tree(stacks: Mapping[int, Sequence[Frame]], everybody: Iterable[int]) 
 def _branches(
     stacks: Sequence[tuple[tuple[Frame, ...], int]], depth: int, whole: int, nesting: int
 ) -> tuple[StackBranch, ...]:
-    """Returns the branches of stacks that share ``depth`` frames with all of ``whole``."""
+    """Returns the branches of ``stacks``, whose first ``depth`` frames all ranks of the bit set ``whole`` share."""
     sides: dict[Frame | None, list[tuple[tuple[Frame, ...], int]]] = {}
     for frames, ranks in stacks:
         sides.setdefault(frames[depth] if depth < len(frames) else None, []).append((frames, ranks))
@@ -62,7 +62,7 @@ def _common_end(stacks: Sequence[tuple[Frame, ...]], begin: int) -> int:
 
 
 def tree_lines(branches: Sequence[StackBranch], *, frames: int = 40, lines: int = 240) -> list[str]:
-    """Returns the tree as text, without the middle of a long run of frames and the end of a large tree."""
+    """Returns the tree as text. Leaves out the middle of a long run of frames, and the end of a large tree."""
     made: list[str] = []
     for branch in branches:
         _lines_of(branch, "", frames, made)

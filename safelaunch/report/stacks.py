@@ -1,4 +1,4 @@
-"""A job's stacks, in groups, and stacks of processes at fault."""
+"""Shows a job's stacks in groups, and the stacks of processes at fault."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class StackGroup:
 
 
 def merged_stacks(facts: CaseFacts) -> tuple[StackBranch, ...]:
-    """Returns all ranks' main threads as a tree; empty for at most one rank."""
+    """Returns the main threads of all ranks as a tree; empty if fewer than two ranks have stacks."""
     found = {rank: main_frames(one.evidence) for rank, one in facts.ranks.items()}
     mains = {rank: frames for rank, frames in found.items() if frames}
     return stack_tree(mains, {*facts.ranks, *facts.unseen}) if len(mains) > 1 else ()
 
 
 def main_frames(rank: RankEvidence) -> tuple[Frame, ...]:
-    """Returns the frames of a rank's exception, else of its main thread, innermost first."""
+    """Returns the frames of a rank's exception, or else of its main thread, innermost first."""
     if rank.exception is not None and rank.exception.frames:
         return rank.exception.frames
     view = view_of(rank)
@@ -39,14 +39,14 @@ def main_frames(rank: RankEvidence) -> tuple[Frame, ...]:
 
 
 def without_ours(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """Removes the beacon's frames, in which an ending rank waits for the supervisor."""
+    """Removes the beacon's frames, in which a rank that is ending waits for the supervisor."""
     return (
         tuple(frame for frame in frames if not is_ours(frame.file)) if any(is_ours(f.file) for f in frames) else frames
     )
 
 
 def stack_groups(facts: CaseFacts) -> tuple[list[StackGroup], set[int]]:
-    """Returns groups of equal stacks, the largest first, ranks before their children; and ranks without stacks."""
+    """Returns groups of equal stacks (largest first, ranks before their children), and the ranks without stacks."""
     groups: dict[tuple[bool, str, tuple[Frame, ...]], list[tuple[int, View]]] = {}
     for rank, one in facts.ranks.items():
         view = view_of(one.evidence)
@@ -93,8 +93,8 @@ def culprit_lines(culprit: Culprit, evidence: Evidence, read_line: ReadLine | No
 def frames_at_fault(culprit: Culprit, rank: RankEvidence | None) -> tuple[Frame, ...]:
     """Returns the frames of the exception that ended the process.
 
-    Without one, returns the frames of the thread with the culprit's frame, else of the main thread, as last recorded if
-    the process is dead.
+    Without an exception, returns the frames of the thread that contains the culprit's frame, or else of the main
+    thread. If the process is dead, its last recorded frames count.
     """
     if rank is None:
         return ()

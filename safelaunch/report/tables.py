@@ -1,4 +1,4 @@
-"""Tables of a page: frames and other items by number; short names."""
+"""Builds the tables of a page, in which frames and other items are numbered and file names are short."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ItemNumbers(dict[T, int]):
-    """Numbers items in order of first use."""
+    """Numbers items in the order in which they are first looked up."""
 
     def __missing__(self, item: T) -> int:
         return self.setdefault(item, len(self))
@@ -36,7 +36,7 @@ class Paths:
         return cls(tuple(sorted(places, key=len)))
 
     def short(self, path: str) -> str:
-        """Returns ``model/layers.py`` below a project, ``torch/nn/modules/module.py`` of an installed package."""
+        """Shortens a path: ``model/layers.py`` in a project, ``torch/nn/modules/module.py`` in an installed package."""
         text = normal(path)
         for pattern in (_INSTALLED, _STANDARD):
             if match := pattern.match(text):
@@ -49,14 +49,14 @@ class Paths:
 
 @dataclass
 class Frames:
-    """All frames of a page, and stacks as lists of their numbers."""
+    """All frames on a page, and all stacks as lists of frame numbers."""
 
     paths: Paths
     stacks: ItemNumbers[tuple[int, ...]] = field(default_factory=ItemNumbers)
     _frames: ItemNumbers[tuple[Frame, bool]] = field(default_factory=ItemNumbers)
 
     def number(self, frame: Frame | None, code_roots: Sequence[str] = ()) -> int:
-        """Returns the frame's number; -1 without one."""
+        """Returns the frame's number; -1 for None."""
         if frame is None:
             return -1
         return self._frames[frame, is_pseudo(frame.file) or is_ours(frame.file) or is_library(frame.file, code_roots)]
@@ -66,7 +66,7 @@ class Frames:
 
     @property
     def rows(self) -> list[list[Any]]:
-        """Rows ``[short name, line, function, is it a library's, whole name]`` of the frames."""
+        """One row per frame: ``[short name, line, function, 1 if in a library else 0, full name if different]``."""
         return [self._row(*frame) for frame in self._frames]
 
     def _row(self, frame: Frame, library: bool) -> list[Any]:
@@ -75,7 +75,7 @@ class Frames:
 
 
 def hosts_word(hosts: Sequence[str]) -> str:
-    """Returns ``node[2-512]``, as Slurm does."""
+    """Abbreviates host names as Slurm does: ``node[2-512]``."""
     runs: dict[tuple[str, str, int], list[int]] = {}
     whole = []
     for host in hosts:

@@ -1,4 +1,4 @@
-"""Fills the pages' templates. Data can neither end its block nor act as markup."""
+"""Fills the templates of pages. Data can neither end the block that contains it nor act as markup."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def _part(name: str) -> str:
 
 
 def prepare() -> None:
-    """Reads the templates early, as a disk can be slow."""
+    """Reads the templates in advance, because a disk can be slow."""
     for name in ("report.html", _STYLE, _COMMON, _SCRIPT):
         _part(name)
 
 
 def render(page: dict[str, Any], script: str | None = None) -> str:
-    """Returns the page with ``page`` as its data.
+    """Returns a complete HTML page with ``page`` as its data.
 
     Args:
-        script: Program that draws it after the common functions; None draws an incident.
+        script: Program that draws the page, run after the common functions; None draws an incident.
     """
     code = _part(_COMMON) + (script if script is not None else _part(_SCRIPT))
     data = clean_json(json.dumps(_cleaned(page), ensure_ascii=False, separators=(",", ":")))
@@ -58,7 +58,7 @@ def _hash(text: str) -> str:
 
 
 def _cleaned(value: Any) -> Any:
-    """Removes invisible characters, except spaces, which indent source."""
+    """Removes invisible characters, except spaces, because they indent source."""
     if isinstance(value, str):
         return value if value.isprintable() else _printable(value)
     if isinstance(value, dict):

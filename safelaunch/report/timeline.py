@@ -1,4 +1,4 @@
-"""Last calls of every rank, as lanes. Ranks with the same calls share one."""
+"""Shows the last calls of every rank as lanes. Ranks with the same calls share a lane."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _CallKind:
 
 @dataclass(frozen=True)
 class _Lane:
-    """Last calls of ``ranks``, oldest first, by column."""
+    """The last calls of ``ranks``, oldest first, column by column."""
 
     ranks: list[int]
     culprit: bool
@@ -53,8 +53,9 @@ class _Lane:
 def timeline(facts: CaseFacts, culprits: Collection[int], frames: Frames) -> dict[str, Any]:
     """Returns the lanes of all ranks with recorded calls: ranks at fault first, then the largest lanes.
 
-    Kinds are rows; times are microseconds since the oldest shown call. At call ``part``, ranks diverge; ``recorded``
-    ranks have a record; ``mixed``: the ranks at fault wait in several groups.
+    Each row is a kind of call. Times are in microseconds since the oldest call shown. ``part`` is the call at which
+    ranks diverge, ``recorded`` lists the ranks with a record, and ``mixed`` means that the ranks at fault wait in
+    several groups.
     """
     records = {
         rank: state.evidence.flight_record
@@ -133,7 +134,7 @@ def _lanes(
 
 
 def _labels(records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -> dict[str, str]:
-    """Returns a label per group. Groups with one purpose (a mesh's data-parallel ones) share a label."""
+    """Returns a label for each group. Groups with the same purpose, such as data-parallel ones, share a label."""
     described: dict[str, str] = {}
     members: dict[str, int] = {}
     for rank, record in records.items():
@@ -157,7 +158,7 @@ def _labels(records: Mapping[int, FlightRecord], rings: Mapping[int, Entries]) -
 def _parting(
     facts: CaseFacts, labels: Mapping[str, str], culprits: Collection[int]
 ) -> tuple[tuple[str, int] | None, Set[int]]:
-    """Returns the call at which ranks diverge, as its group's label and its number, and ranks that never entered it."""
+    """Returns the call at which ranks diverge (its group's label, its number), and the ranks that never entered it."""
     differs = facts.histories.first_mismatch
     place = _shifted(facts, culprits) or ((differs.group, differs.seq) if differs is not None else None)
     place = place or _not_entered(facts, culprits) or _met(facts, set(culprits))
@@ -179,9 +180,9 @@ def _shifted(facts: CaseFacts, culprits: Collection[int]) -> tuple[str, int] | N
 
 
 def _not_entered(facts: CaseFacts, culprits: Collection[int]) -> tuple[str, int] | None:
-    """Returns the first collective that a rank waits in and another member hasn't entered.
+    """Returns the first collective in which a rank waits and which another member of its group hasn't entered.
 
-    Prefers one that a rank at fault hasn't entered, and groups in which another rank at fault waits.
+    Prefers collectives that a rank at fault hasn't entered, and groups in which another rank at fault waits.
     """
     candidates = []
     waits = _groups_of(facts, culprits)
@@ -203,7 +204,7 @@ def _not_entered(facts: CaseFacts, culprits: Collection[int]) -> tuple[str, int]
 
 
 def _met(facts: CaseFacts, culprits: Set[int]) -> tuple[str, int] | None:
-    """Returns the call that ranks at fault and others wait in with different arguments."""
+    """Returns the call in which both ranks at fault and other ranks wait, but with different arguments."""
     pending: dict[tuple[str, int], set[int]] = {}
     for rank in facts.ranks:
         for call in facts.alignment.pending(rank):

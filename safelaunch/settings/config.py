@@ -1,14 +1,14 @@
-"""Resolves the settings of one run from all places that can set them, each with its origin.
+"""Resolves the settings of a run from all places that can set them, each with its origin.
 
 Precedence: command line > ``SAFELAUNCH_*`` environment > the project's configuration file > the user's
-(``~/.config/safelaunch/config.yaml``) > the machine's (``/etc/safelaunch.yaml``) > presets > defaults. The project's is
-``--config FILE`` (TOML if its name ends in ``.toml``, else YAML), else ``./safelaunch.yaml``, else
-``[tool.safelaunch]`` of ``./pyproject.toml``. Each file sets single options, but only the highest level that names
-presets counts. Paths are relative to the working directory, except presets in a configuration file, which are relative
-to that file.
+(``~/.config/safelaunch/config.yaml``) > the machine's (``/etc/safelaunch.yaml``) > presets > defaults. The project's
+file is ``--config FILE`` (TOML if its name ends in ``.toml``, else YAML), else ``./safelaunch.yaml``, else the table
+``[tool.safelaunch]`` of ``./pyproject.toml``. Options from several files are merged one by one, but of the places that
+name presets, only the one with the highest precedence counts. Paths are relative to the working directory, except those
+of presets in a configuration file, which are relative to that file.
 
-A configuration file can set variables such as LD_PRELOAD. Unless an option names it, it is read only if it belongs to
-this user or to root and no other user can write it.
+A configuration file can set variables such as LD_PRELOAD. Unless ``--config`` names it, it is therefore read only if it
+belongs to this user or to root and no other user can write to it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _Values = dict[str, Sourced]
 
 @dataclass(frozen=True)
 class _File:
-    """Settings of a configuration file. Presets in it are relative to ``directory``."""
+    """Settings from one configuration file. Paths of presets in it are relative to ``directory``."""
 
     directory: Path
     values: _Values = field(default_factory=dict)
@@ -112,11 +112,11 @@ def resolve(
 ) -> Settings:
     """Returns the settings of a run.
 
-    Raises UsageError (PresetError for a file) with the place of the wrong value.
+    Raises UsageError (PresetError if a file is wrong) that says where the wrong value is.
 
     Args:
-        cli: safelaunch's options in order, with their values (None for a switch).
-        torch_version: Called only if presets or an ``env`` section exist.
+        cli: safelaunch's options in order, with their values (None for an option without a value).
+        torch_version: Called only if there are presets or an ``env`` section.
     """
     above = {**_from_environment(environ), **_from_command_line(cli)}
     files = [*_shared_files(environ), _file(*_project_root(above.get("config"), cwd))]
@@ -132,7 +132,7 @@ def resolve(
 
 
 def bundle_dir_of(own: Sequence[tuple[str, str | None]], environ: Mapping[str, str], cwd: Path) -> Path:
-    """Returns the bundle directory of a run, or the default if the configuration is broken."""
+    """Returns the bundle directory that a run would use; the default one if the configuration is invalid."""
     try:
         return resolve(own, environ, cwd, lambda: None).bundle_dir
     except UsageError:
@@ -153,7 +153,7 @@ def _settings(values: _Values, env: tuple[EnvSetting, ...], cwd: Path) -> Settin
 
 
 def _check(values: _Values) -> None:
-    """Raises UsageError for an option of a missing add-on, or a --max-stall that ends the job before any suspicion."""
+    """Raises UsageError for an option of a missing add-on, or if --max-stall is shorter than --stall-timeout."""
     for option in addon_options(present=False):
         if option.name in values:
             origin = values[option.name].origin
@@ -212,7 +212,7 @@ def _from_environment(environ: Mapping[str, str]) -> _Values:
 
 
 def _shared_files(environ: Mapping[str, str]) -> list[_File]:
-    """Returns the machine's and the user's configuration, if they exist and can be trusted."""
+    """Returns the machine's and the user's configuration files, if they exist and can be trusted."""
     config_home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME") or "~", ".config")  # noqa: PTH118
     files = []
     for path in (Path(MACHINE_FILE), Path(config_home).expanduser() / USER_FILE):
@@ -243,7 +243,7 @@ def _file(root: YamlNode, path: Path) -> _File:
 
 
 def _project_root(chosen: Sourced | None, cwd: Path) -> tuple[YamlNode, Path]:
-    """Returns content and path of the project's file, or of ``--config``."""
+    """Returns the content and path of the project's configuration file; ``chosen`` is the value of ``--config``."""
     if chosen is not None:
         name = str(chosen.value)
         path = cwd / Path(name).expanduser()
@@ -271,9 +271,10 @@ def _toml(path: Path, name: str) -> YamlNode:
 
 
 def _found(path: Path, shown: str, only_with: bytes = b"") -> bytes | None:
-    """Returns the content of a file that no option names; None if untrusted, or without ``only_with``.
+    """Returns the content of a configuration file that wasn't named explicitly.
 
-    Raises PresetError for a trusted file that is unreadable. ``shown`` is its path in messages.
+    Returns None if it doesn't exist, isn't trusted, or doesn't contain ``only_with``. Raises PresetError if it is
+    trusted but can't be read. ``shown`` is its path in messages.
     """
     try:
         link = path.lstat()
@@ -301,7 +302,7 @@ def _owner(path: Path) -> os.stat_result | None:
 
 
 def _why_not_trusted(info: os.stat_result | None) -> str:
-    """Returns which other user owns the file or can write it, or ""."""
+    """Returns which other user owns the file or can write to it; "" if none does."""
     if info is None:
         return ""
     if info.st_uid not in (0, os.getuid()):
@@ -316,7 +317,7 @@ def _why_not_trusted(info: os.stat_result | None) -> str:
 
 
 def _is_private_group(gid: int, uid: int) -> bool:
-    """Returns whether it is the user's private group, with which umask 002 is usual."""
+    """Returns whether ``gid`` is the private group of user ``uid``. With umask 002, such groups can usually write."""
     import grp
     import pwd
 

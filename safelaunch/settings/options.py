@@ -1,4 +1,4 @@
-"""safelaunch's options as one table, for command line, environment, configuration files, presets and help texts."""
+"""Defines safelaunch's options in one table for command line, environment, configuration files, presets and help."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FALSE = ("0", "false", "no", "off")
 
 
 def parse_seconds(text: str) -> float:
-    """Returns the seconds in ``600``, ``1.5``, ``90s``, ``10m`` or ``2h``. ValueError unless positive and finite."""
+    """Parses ``600``, ``1.5``, ``90s``, ``10m`` or ``2h``. Raises ValueError unless it is positive and finite."""
     return seconds_of(text)
 
 
@@ -42,7 +42,7 @@ class GroupTimeoutSetting(NamedTuple):
 
 
 def parse_group_timeout(text: str) -> GroupTimeoutSetting:
-    """Parses ``30s``, or ``30s!`` for all groups."""
+    """Parses a duration such as ``30s``; ``30s!`` applies it to all process groups."""
     text = text.strip()
     seconds = parse_seconds(text.removesuffix("!"))
     if not 1e-3 <= seconds <= 1e8:  # in milliseconds, and for a datetime.timedelta
@@ -58,7 +58,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_stall_timeout(text: str) -> float | None:
-    """Parses seconds; returns None for ``auto``."""
+    """Parses a duration; returns None for ``auto``."""
     return None if text.strip() == AUTO else parse_seconds(text)
 
 
@@ -73,17 +73,17 @@ def one_of(words: Sequence[str]) -> Callable[[str], str]:
 
 
 def parse_run_name(text: str) -> str:
-    """Checks a name of 1-64 of ``A-Z a-z 0-9 . _ -``, not starting with ``.`` or ``-``: safe in a file name."""
+    """Checks a run name: 1-64 of ``A-Z a-z 0-9 . _ -``, not starting with ``.`` or ``-``, so safe in a file name."""
     if not _RUN_NAME.fullmatch(text):
         raise ValueError(text)
     return text
 
 
 def parse_gpus(text: str) -> str:
-    """Returns ``all``, ``none``, a count, or ids, without blanks.
+    """Parses ``all``, ``none``, a number of GPUs, or a list of ids; removes blanks.
 
-    Digits alone are a count. Ids have commas (``0,2`` or ``3,``), or are UUIDs starting with ``GPU-`` or ``MIG-``.
-    Duplicate ids and a count of 0 are errors.
+    Digits alone are a number of GPUs. Ids contain a comma (``0,2`` or ``3,``), or are UUIDs starting with ``GPU-`` or
+    ``MIG-``. Raises ValueError for duplicate ids and for 0 GPUs.
     """
     text = re.sub(r"\s*,\s*", ",", text.strip())
     if text in ("all", "none"):
@@ -99,7 +99,7 @@ def parse_gpus(text: str) -> str:
 
 
 def parse_store(text: str) -> str:
-    """Checks ``HOST:PORT``, ``[IPv6]:PORT``, or a port alone."""
+    """Checks the address of a store: ``HOST:PORT``, ``[IPv6]:PORT``, or only a port."""
     match = _STORE.fullmatch(text.strip())
     if match is None or not 0 < int(match[1]) < 65536:
         raise ValueError(text)
@@ -115,7 +115,7 @@ def parse_flag(text: str) -> bool:
 
 
 def parse_wait(text: str) -> bool | float:
-    """Parses a switch, or the number of seconds that it is on."""
+    """Parses a wait setting: on, off, or the longest wait in seconds."""
     return parse_flag(text) if text.strip().lower() in _TRUE + _FALSE else parse_seconds(text)
 
 
@@ -148,24 +148,24 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """Form on the command line: ``--stall-timeout``."""
+        """The option as written on the command line: ``--stall-timeout``."""
         return f"--{self.name}"
 
     @property
     def takes_value(self) -> bool | None:
-        """True if it takes a value; None if only after an equals sign."""
+        """True if the option takes a value; None if it takes one only after an equals sign."""
         return None if self.value_is_optional else self.metavar is not None
 
     @property
     def usage(self) -> str:
-        """Form in the help: ``--gpus N``, ``--wait[=DURATION]``."""
+        """The option as shown in the help: ``--gpus N``, ``--wait[=DURATION]``."""
         if self.value_is_optional:
             return f"{self.flag}[={self.metavar}]"
         return f"{self.flag} {self.metavar or ''}".rstrip()
 
     @property
     def attribute(self) -> str:
-        """Field of :class:`Settings`: ``stall_timeout_s``, ``presets``, ``watch``."""
+        """Name of the field in :class:`Settings`: ``stall_timeout_s``, ``presets``, ``watch``."""
         name = self.name.removeprefix("no-").replace("-", "_")
         return f"{name}_s" if self.parse in (parse_seconds, parse_stall_timeout) else name + "s" * self.repeatable
 
@@ -178,16 +178,16 @@ class Option:
         return not self.addon or addons.is_present(self.addon)
 
     def setting(self, value: object) -> object:
-        """Returns the field's value; a switch ``no-...`` turns it off."""
+        """Returns the value to store in the field; for an option named ``no-...``, the opposite."""
         return not value if self.name.startswith("no-") else value
 
     @property
     def variable(self) -> str:
-        """Variable in the environment: ``SAFELAUNCH_STALL_TIMEOUT``."""
+        """Name of the environment variable: ``SAFELAUNCH_STALL_TIMEOUT``."""
         return "SAFELAUNCH_" + self.name.upper().replace("-", "_")
 
     def parse_text(self, text: str, where: str) -> object:
-        """Returns the value of ``text``. Raises UsageError with its place ``where``."""
+        """Parses ``text``. Raises UsageError that says ``where`` the wrong value is."""
         try:
             return self.parse(text)
         except ValueError:
@@ -195,9 +195,10 @@ class Option:
             raise UsageError(f"{where}: {text!r} is not {self.expects}{hint}") from None
 
     def parse_node(self, node: YamlNode) -> object:
-        """Returns the value in a file.
+        """Parses a value in a file.
 
-        A repeatable option takes one value or a list, and gives a tuple. Raises PresetError with file and line.
+        A repeatable option accepts one value or a list; the result is a tuple. Raises PresetError that names file and
+        line.
         """
         where = f"{node.where}: {self.name}"
         try:
@@ -433,13 +434,13 @@ class EnvSetting:
     yields_to: tuple[str, ...] = ()  # left out if one of these, with the same effect, is exported
 
     def expand(self, run_dir: str) -> str:
-        """Returns the value with ``{run_dir}`` and doubled braces replaced."""
+        """Returns the value with ``{run_dir}`` filled in and doubled braces made single."""
         return self.value.format_map({RUN_DIR: run_dir})
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Values of all options, and their origins.
+    """Values of all options, and where each value comes from.
 
     An origin is ``command line``, ``environment SAFELAUNCH_STALL_TIMEOUT``, ``safelaunch.yaml:3``, ``preset
     hang-debug`` or ``default``.
@@ -477,17 +478,17 @@ class Settings:
         return self.origins.get(name, "default")
 
     def is_explicit(self, name: str) -> bool:
-        """True if anything, even a preset, sets the option."""
+        """True if the option was set anywhere, even by a preset."""
         return self.origin(name) != "default"
 
     @property
     def effective_stall_timeout_s(self) -> float:
-        """Threshold in seconds; under ``auto``, before the rhythm is known."""
+        """Stall timeout in seconds; for ``auto``, the one that applies before the job's rhythm is known."""
         return DEFAULT_STALL_TIMEOUT_S if self.stall_timeout_s is None else self.stall_timeout_s
 
     @property
     def effective_max_stall_s(self) -> float | None:
-        """The given value, else 12 times an explicit stall timeout, else None: no job ends by default."""
+        """Given value, else 12 times an explicit stall timeout, else None: by default, a job isn't ended."""
         if self.max_stall_s is not None:
             return self.max_stall_s
         if self.stall_timeout_s is not None:
@@ -506,9 +507,9 @@ Seconds = float | str | timedelta  # 90, "90s", "10m", timedelta(minutes=10)
 
 
 class LaunchOptions(TypedDict, total=False):
-    """Keywords of ``safelaunch.launch``: ``stall_timeout=90`` is ``--stall-timeout 90``.
+    """Keyword arguments of ``safelaunch.launch``: ``stall_timeout=90`` means ``--stall-timeout 90``.
 
-    Two names differ: ``config_file`` is ``--config``, and ``watch=False`` is ``--no-watch``.
+    Two names differ from the options: ``config_file`` means ``--config``, and ``watch=False`` means ``--no-watch``.
     """
 
     preset: OptionText | Sequence[OptionText]
@@ -541,13 +542,13 @@ class LaunchOptions(TypedDict, total=False):
 def options_of(command: str) -> tuple[Option, ...]:
     """Returns the options of a subcommand: ``run``, ``exec``, ``colaunch``, ``demo`` or ``dump``.
 
-    Jobs of a colaunch sweep take options of ``run`` or ``exec``.
+    The jobs of a colaunch sweep accept the options of ``run`` or ``exec``.
     """
     return tuple(option for option in OWN_OPTIONS if command in option.commands)
 
 
 def addon_options(*, present: bool = True) -> tuple[Option, ...]:
-    """Returns the options of installed add-ons or, unless ``present``, missing ones."""
+    """Returns the options of installed add-ons, or those of missing add-ons if ``present`` is False."""
     return tuple(option for option in OWN_OPTIONS if option.addon and option.is_available == present)
 
 
@@ -573,7 +574,7 @@ def help_text(command: str = "run", width: int = 100) -> str:
 
 
 def entries(rows: Iterable[tuple[str, str]], width: int, column: int = 28) -> str:
-    """Formats names and meanings in two columns; too long a name gets its own line."""
+    """Formats names and descriptions in two columns; a name that is too long gets its own line."""
     lines = []
     for name, text in rows:
         fits = len(name) + 4 <= column

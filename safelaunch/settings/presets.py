@@ -1,7 +1,7 @@
-"""Presets: named sets of environment variables, each with its reason, and watchdog settings.
+"""Presets: named sets of watchdog settings and of environment variables, each variable with its reason.
 
-Later presets win, and a preset wins over those that it extends. A preset that is reached twice applies once, at its
-first place, so that it doesn't undo a change of a preset that extends it.
+A later preset overrides earlier ones, and a preset overrides those that it extends. A preset that is reached twice is
+applied only once, at its first place, so that it doesn't undo changes by a preset that extends it.
 
 A preset is a YAML file, shipped (``hang-debug``) or the user's own (``./my.yaml``):
 
@@ -52,10 +52,10 @@ _RELEASE = re.compile(r"[0-9]+(?:\.[0-9]+)*")
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A preset file without the presets it extends.
+    """Content of a preset file, without the presets that it extends.
 
-    ``shown`` is its path in messages. ``extends`` has names with ``file:line``. ``watchdog`` has values such as
-    ``stall-timeout`` (seconds).
+    ``shown`` is its path in messages. ``extends`` lists names with the ``file:line`` of each. ``watchdog`` maps
+    settings such as ``stall-timeout`` to their values (in seconds).
     """
 
     name: str
@@ -72,7 +72,7 @@ class Preset:
 
 
 def read_preset(name: str, path: Path, shown: str) -> Preset:
-    """Reads a preset file. Raises PresetError with file (as ``shown``), line and nearest known name."""
+    """Reads a preset file. Raises PresetError that names the file (as ``shown``), line, and nearest valid name."""
     root = read_yaml(path, shown)
     if root.kind == "nothing":
         raise PresetError(f"{root.where}: the file is empty; a preset needs at least a 'description'")
@@ -94,7 +94,7 @@ def read_preset(name: str, path: Path, shown: str) -> Preset:
 
 
 def read_env(node: YamlNode, origin: str, *, reasons: bool) -> tuple[EnvSetting, ...]:
-    """Returns the ``env`` section of a preset, or of a configuration file (``reasons`` False)."""
+    """Returns the ``env`` section of a preset (``reasons`` True) or of a configuration file (False)."""
     settings = []
     fix = f"safelaunch's own settings go under 'watchdog' ({', '.join(WATCHDOG_KEYS)})"
     for key, value in variables_of(node, fix, OF_THE_BEACON):
@@ -150,7 +150,7 @@ def _env_value(name: str, node: YamlNode) -> str:
 
 
 def version_matches(specifier: str, version: str | None) -> bool:
-    """Returns whether a specifier such as ``>=2.9,<3`` admits a version's release; None is the newest."""
+    """Returns whether a version satisfies a specifier such as ``>=2.9,<3``; None counts as the newest version."""
     release = _RELEASE.match(version or "")
     number = _padded(release.group()) if release else (1 << 30,) * 4
     return all(_compare(op, number, _padded(bound)) for op, bound in _clauses(specifier, "torch"))
@@ -198,7 +198,7 @@ class Sourced(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Merged presets. ``idle`` ones set nothing for this torch."""
+    """Result of merging presets. The presets in ``idle`` set nothing for this version of torch."""
 
     env: tuple[EnvSetting, ...] = ()
     watchdog: Mapping[str, Sourced] = field(default_factory=dict)
@@ -206,7 +206,7 @@ class Composition:
 
 
 def find_builtin_dir() -> Path:
-    """Returns the shipped presets' directory, in the package or the source checkout."""
+    """Returns the directory of the shipped presets, in the package or in the source checkout."""
     package = Path(__file__).resolve().parents[1]
     return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
 
@@ -216,20 +216,20 @@ def builtin_names(directory: Path) -> tuple[str, ...]:
 
 
 def list_presets() -> tuple[Preset, ...]:
-    """Returns every shipped preset, sorted. Raises PresetError for a damaged one."""
+    """Returns all shipped presets, sorted. Raises PresetError if one is damaged."""
     directory = find_builtin_dir()
     paths = [directory / f"{name}.yaml" for name in builtin_names(directory)]
     return tuple(read_preset(path.stem, path, str(path)) for path in paths)
 
 
 def load_presets(refs: Sequence[str], *, cwd: Path, torch_version: str | None, asked_by: str = "") -> Composition:
-    """Composes presets, by name or by path relative to ``cwd``: later ones win.
+    """Merges presets, given by name or by path relative to ``cwd``. Later presets override earlier ones.
 
-    Leaves out variables for other versions of torch; None is the newest. Raises PresetError with file, line and nearest
-    known name.
+    Leaves out variables for other versions of torch; None counts as the newest version. Raises PresetError that names
+    the file, the line, and the nearest valid name.
 
     Args:
-        asked_by: Place of ``refs`` (``safelaunch.yaml:3``), for messages.
+        asked_by: Place that lists ``refs`` (``safelaunch.yaml:3``), for messages.
     """
     env: dict[str, EnvSetting] = {}
     watchdog: dict[str, Sourced] = {}
@@ -244,7 +244,7 @@ def load_presets(refs: Sequence[str], *, cwd: Path, torch_version: str | None, a
 
 
 def preset_chain(refs: Sequence[str], *, cwd: Path, asked_by: str = "") -> tuple[Preset, ...]:
-    """Returns the presets and all that they extend; extended ones come first."""
+    """Returns the presets and all presets that they extend, each after those that it extends."""
     walk = _Walk(cwd)
     order: dict[Path, Preset] = {}
     for ref in refs:
@@ -267,7 +267,7 @@ class _Walk:
         self.done: dict[Path, tuple[Preset, ...]] = {}
 
     def expand(self, ref: str, base: Path, asked_by: str, ancestors: tuple[Path, ...]) -> tuple[Preset, ...]:
-        """Returns a preset after those that it extends. Relative paths start at ``base``."""
+        """Returns the presets that ``ref`` extends, then itself. Relative paths start at ``base``."""
         prefix = f"{asked_by}: " if asked_by else ""
         path = self._locate(ref, base, prefix).resolve()
         if path in ancestors:

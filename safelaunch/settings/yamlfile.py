@@ -1,8 +1,8 @@
-"""Reads YAML and TOML into nodes with file and line, for messages.
+"""Reads YAML and TOML into nodes that know their file and line, for messages.
 
 The files are untrusted: their size is limited, and tags and aliases are errors. A scalar keeps its text (``012`` stays
-``"012"``, ``1:30`` isn't ninety), because its option or variable decides what it means. Parsers are imported only to
-read a file.
+``"012"``, and ``1:30`` doesn't become 90), because its meaning depends on the option or variable. To save time, the
+parsers are imported only when a file is read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TAGS: Mapping[str, ValueKind] = {
 
 @dataclass(frozen=True, slots=True)
 class YamlNode:
-    """A value with its place (``where``, ``file:line``). ``text`` is a scalar as written, without quotes."""
+    """A value and its place (``where``, ``file:line``). ``text`` is a scalar as written, but without quotes."""
 
     where: str
     kind: ValueKind
@@ -52,12 +52,12 @@ class YamlNode:
     entries: tuple[tuple[YamlNode, YamlNode], ...] = ()
 
     def describe(self) -> str:
-        """Returns the kind of value: ``a list``, ``text``, ``nothing``."""
+        """Returns the kind of value in words: ``a list``, ``text``, ``nothing``."""
         return _ARTICLES.get(self.kind, self.kind)
 
 
 def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """Returns the known name that resembles ``word`` most, or "". A ``likeness`` of 1 means equal."""
+    """Returns the name in ``known`` that is most similar to ``word``; "" if none reaches ``likeness`` (1: equal)."""
     import difflib  # late: only errors need it
 
     names = list(known)
@@ -66,15 +66,15 @@ def nearest(word: str, known: Iterable[str], likeness: float = 0.6) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns ``; did you mean 'x'?``, or "", to append to a message."""
+    """Returns ``; did you mean 'x'?`` to append to a message; "" if no known name is similar."""
     match = nearest(word, known)
     return f"; did you mean {match!r}?" if match else ""
 
 
 def known_entries(node: YamlNode, known: Iterable[str], what: str) -> Iterator[tuple[str, YamlNode, YamlNode]]:
-    """Yields (key, key node, value node) of a mapping.
+    """Yields (key, key node, value node) for each entry of a mapping.
 
-    Raises PresetError if ``node`` (``what`` in messages) isn't a mapping, or has an unknown key.
+    Raises PresetError if ``node`` (called ``what`` in messages) isn't a mapping, or has an unknown key.
     """
     names = list(known)
     for key, value in mapping_entries(node, what):
@@ -87,14 +87,14 @@ def known_entries(node: YamlNode, known: Iterable[str], what: str) -> Iterator[t
 
 
 def mapping_entries(node: YamlNode, what: str) -> tuple[tuple[YamlNode, YamlNode], ...]:
-    """Returns a mapping's entries. Raises PresetError if ``node`` (``what`` in messages) isn't one."""
+    """Returns a mapping's entries. Raises PresetError if ``node`` (called ``what`` in messages) isn't a mapping."""
     if node.kind != "mapping":
         raise PresetError(f"{node.where}: {what} must be a mapping, not {node.describe()}")
     return node.entries
 
 
 def text_of(node: YamlNode, what: str) -> str:
-    """Returns a node's text. Raises PresetError if it is blank, or not text."""
+    """Returns a node's text. Raises PresetError if it isn't text, or is blank."""
     if node.kind != "text" or not node.text.strip():
         kind = "empty" if node.kind == "text" else node.describe()
         raise PresetError(f"{node.where}: {what} must be text, not {kind}")
@@ -102,7 +102,7 @@ def text_of(node: YamlNode, what: str) -> str:
 
 
 def texts_of(node: YamlNode, what: str) -> tuple[YamlNode, ...]:
-    """Returns a text or a list of texts as nodes. Raises PresetError for anything else."""
+    """Returns the node of a text, or the nodes of a list of texts. Raises PresetError for anything else."""
     nodes = node.items if node.kind == "list" else (node,)
     for item in nodes:
         text_of(item, what)
@@ -110,7 +110,7 @@ def texts_of(node: YamlNode, what: str) -> tuple[YamlNode, ...]:
 
 
 def scalar(node: YamlNode, what: str) -> str:
-    """Returns a scalar as written. Raises PresetError."""
+    """Returns a scalar as written. Raises PresetError if ``node`` isn't a scalar."""
     if node.kind in ("text", "number", "boolean"):
         if "\0" in node.text:
             raise PresetError(f"{node.where}: {what}: text cannot contain a NUL character")
@@ -120,9 +120,9 @@ def scalar(node: YamlNode, what: str) -> str:
 
 
 def variables_of(node: YamlNode, fix: str, but: Collection[str] = ()) -> tuple[tuple[YamlNode, YamlNode], ...]:
-    """Returns the entries of an ``env`` section. Raises PresetError for a name that can't be a variable's.
+    """Returns the entries of an ``env`` section. Raises PresetError for an invalid name.
 
-    It also raises for safelaunch's own variables, except ``but``. ``fix`` says what to do instead.
+    Raises it also for safelaunch's own variables, except those in ``but``; ``fix`` is the remedy in that message.
     """
     for key, _ in mapping_entries(node, "env"):
         if not _VARIABLE.fullmatch(key.text):
@@ -133,7 +133,7 @@ def variables_of(node: YamlNode, fix: str, but: Collection[str] = ()) -> tuple[t
 
 
 def not_boolean(node: YamlNode, name: str) -> YamlNode:
-    """Returns a variable's value. Raises PresetError for ``yes``, which YAML would turn into something else."""
+    """Returns ``node``, a variable's value. Raises PresetError for words, such as ``yes``, that are YAML booleans."""
     if node.kind == "boolean":
         raise PresetError(
             f"{node.where}: {name}: {node.text} is a boolean, but a variable's value must be text",
@@ -146,12 +146,12 @@ def not_boolean(node: YamlNode, name: str) -> YamlNode:
 
 
 def read_bytes(path: Path, name: str) -> bytes:
-    """Returns the content of a regular file of at most 1 MiB. Raises PresetError with ``name``."""
+    """Returns the content of a regular file of at most 1 MiB. Raises PresetError, which calls the file ``name``."""
     return read_with_owner(path, name)[0]
 
 
 def read_with_owner(path: Path, name: str) -> tuple[bytes, os.stat_result]:
-    """Returns the content, as ``read_bytes``, and the open file's status."""
+    """Returns the content, as ``read_bytes`` does, and the status of the opened file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
@@ -171,7 +171,7 @@ def read_with_owner(path: Path, name: str) -> tuple[bytes, os.stat_result]:
 
 
 def decode(data: bytes, name: str) -> str:
-    """Decodes UTF-8, even with a byte order mark. Raises PresetError with the first invalid byte's line."""
+    """Decodes UTF-8 with or without a byte order mark. Raises PresetError with the line of the first invalid byte."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -180,16 +180,16 @@ def decode(data: bytes, name: str) -> str:
 
 
 def read_yaml(path: Path, name: str) -> YamlNode:
-    """Returns the document of a YAML file; kind ``nothing`` if it is empty.
+    """Reads a YAML file; the node's kind is ``nothing`` if the file is empty.
 
-    Raises PresetError, with ``name`` and line, for an unreadable file, a syntax error, a duplicate key, an anchor or
+    Raises PresetError that says ``name`` and line for an unreadable file, a syntax error, a duplicate key, an anchor or
     alias, a tag, a key that isn't plain, or too deep nesting.
     """
     return parse_yaml(decode(read_bytes(path, name), name), name)
 
 
 def parse_yaml(text: str, name: str) -> YamlNode:
-    """Parses a text as ``read_yaml`` does."""
+    """Parses YAML text as ``read_yaml`` does."""
     import yaml
 
     try:
@@ -206,7 +206,7 @@ def parse_yaml(text: str, name: str) -> YamlNode:
 
 
 class _YamlTree:
-    """Turns composed YAML into nodes. Refuses aliases: composed nodes that occur again."""
+    """Converts parsed YAML into nodes. Refuses aliases, which appear as the same parsed node a second time."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -243,10 +243,10 @@ class _YamlTree:
 
 
 def parse_toml_table(text: str, name: str, table: str) -> YamlNode:
-    """Returns a table of a TOML file (``tool.safelaunch``, or "" for all); kind ``nothing`` if it is absent.
+    """Returns a table of a TOML file (``tool.safelaunch``; "" means the whole file); kind ``nothing`` if it is absent.
 
-    TOML parsers keep no positions, so its line is the first ``key =`` or sub-table after its header. Raises PresetError
-    for a syntax error.
+    TOML parsers don't report positions, so an entry's line is that of the first ``key =`` or sub-table after the
+    header. Raises PresetError for a syntax error.
     """
     # By name: the oldest supported Python has no tomllib.
     toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")

@@ -1,1 +1,1 @@
-"""Interprets stacks, system calls, error messages and lines of source, without I/O."""
+"""Interprets stacks, system calls, error messages and source lines. Does no I/O."""

@@ -1,4 +1,4 @@
-"""Recognizes the final message of an aborted process: of the C++ runtime, glibc, Python or the out-of-memory killer."""
+"""Recognizes the last message of a process that the C++ runtime, glibc, Python or the out-of-memory killer ended."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _ABORTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def last_abort(log: str) -> Abort | None:
-    """Returns the last known message at the end of a process's output, or None."""
+    """Returns the last known abort message at the end of a process's output; None if there is none."""
     lines = [line.strip() for line in log.splitlines()[-_MOST_LINES:]]
     for before, line in reversed([*zip(["", *lines], lines, strict=False)]):
         # The preceding line has the type of the C++ exception.
@@ -64,6 +64,6 @@ _OPTIONS = re.compile(r"(?:\S+: error|Error): \S")
 
 
 def options_refused(log: str) -> str:
-    """Returns the last line that rejects the command's options; "" without one."""
+    """Returns the last line that says that the command's options were rejected; "" if there is none."""
     lines = [line.strip() for line in log.splitlines()[-_MOST_LINES:]]
     return next((line for line in reversed(lines) if _OPTIONS.match(line)), "")

@@ -1,6 +1,6 @@
-"""Recognizes the library calls in which a thread waits: for peers, a DataLoader, a lock or a subprocess.
+"""Recognizes the library calls in which a thread waits for peers, a DataLoader, a lock or a subprocess.
 
-Files and functions of torch and the standard library decide, never anything in the user's program.
+Only files and functions of torch and the standard library count, never names in the user's program.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safelaunch.stacks.frames import Stack, is_native, normal, own_part, short
 
 @dataclass(frozen=True)
 class LibraryCall:
-    """Functions in library files or folders; any function there if ``functions`` is empty."""
+    """Functions in library files or folders; if ``functions`` is empty, all functions there."""
 
     files: tuple[str, ...]
     functions: frozenset[str] = frozenset()
@@ -66,11 +66,11 @@ class TorchWait:
 
 
 def torch_wait(stack: Stack) -> TorchWait | None:
-    """Returns the c10d call in which a thread waits for other ranks, or None.
+    """Returns the c10d call in which a thread waits for other ranks; None if it isn't in one.
 
-    The innermost Python frame must be in c10d: then the thread is inside a C++ collective, rendezvous or store call.
-    (With another frame innermost, such as pickle's, a collective is still computing.) ``init_process_group`` and
-    ``new_group`` call into store and rendezvous code, so for them any innermost frame counts.
+    The innermost Python frame must be in c10d, because only then is the thread inside a C++ collective, rendezvous or
+    store call. If another frame is innermost, such as one of pickle, the collective is still preparing its data. Within
+    ``init_process_group`` and ``new_group``, any innermost frame counts, because they call store and rendezvous code.
     """
     inner = stack.called
     names = [short(f.function) for f in inner if "/torch/" in normal(f.file)]
@@ -96,12 +96,12 @@ def torch_wait(stack: Stack) -> TorchWait | None:
 
 
 def makes_store(stack: Stack) -> bool:
-    """Returns whether a thread is creating the rendezvous store, as its host or as a client."""
+    """Returns whether a thread is creating the rendezvous store, as its server or as a client."""
     return bool(stack.called) and short(stack.called[0].function) == "_create_c10d_store"
 
 
 def passes_objects(stack: Stack) -> bool:
-    """Returns whether a thread broadcasts or gathers objects: one collective for sizes, then one for objects."""
+    """Returns whether a thread broadcasts or gathers objects: one collective for their sizes, one for their data."""
     return any(normal(f.file).endswith(_C10D_FILES[0]) and "_object" in short(f.function) for f in stack.called)
 
 
@@ -158,7 +158,7 @@ _PURPOSES: tuple[tuple[Purpose, LibraryCall], ...] = (
 
 
 def purpose(stack: Stack) -> Purpose:
-    """Returns why torch makes this collective; empty if the user called it."""
+    """Returns why torch itself makes this collective; empty if the user's code called it."""
     inner = [(normal(frame.file), short(frame.function)) for frame in stack.called]
     return next((reason for reason, mark in _PURPOSES for call in inner if mark.fits(*call)), "")
 
@@ -168,39 +168,39 @@ def in_torch(stack: Stack) -> bool:
 
 
 def in_distributed(stack: Stack) -> Frame | None:
-    """Returns the innermost frame if it belongs to torch.distributed, such as a pipeline schedule."""
+    """Returns the innermost frame if it belongs to torch.distributed, such as a pipeline schedule, else None."""
     inside = _DISTRIBUTED.on(stack.called[:1]) and not RPC.on(stack.called)
     return stack.called[0] if inside else None
 
 
 def in_backward(stack: Stack) -> bool:
-    """Returns whether a thread is in C++ under ``backward()``, not in a Python hook."""
+    """Returns whether a thread is in C++ code called by ``backward()``, rather than in a Python hook."""
     return _BACKWARD.on(stack.called[:1])
 
 
 def loader_on_stack(frames: Sequence[Frame]) -> bool:
-    """Returns whether a DataLoader without workers runs the dataset's code in this process."""
+    """Returns whether a DataLoader without workers is running the dataset's code in this process."""
     return _LOADER.on(own_part(frames))
 
 
 def without_workers(frames: Sequence[Frame]) -> bool:
-    """Returns whether a DataLoader runs the dataset in this process; a truncated worker stack can look the same."""
+    """Returns whether a DataLoader runs the dataset in this process; a worker's truncated stack can look the same."""
     return _DATALOADER.on(own_part(frames))
 
 
 def worker_idle(frames: Sequence[Frame]) -> bool:
-    """Returns whether a DataLoader worker is idle, so no process waits for it."""
+    """Returns whether a DataLoader worker is idle, and therefore no process is waiting for it."""
     return LOADER_WORKER.on(frames) and _QUEUES.on(frames[:8])
 
 
 def leaving(frames: Sequence[Frame], *, cut: bool = False) -> str:
-    """Returns how the main thread shows that its script has ended; empty if it still runs.
+    """Returns which part of its end the main thread is in, after the script ended; empty if the script still runs.
 
-    ``threading._shutdown`` joins the remaining threads. The interpreter itself calls exit handlers: outside them there
-    is no ``<module>`` frame and none of ``runpy``'s, which every running script has.
+    ``threading._shutdown`` waits for the remaining threads. Exit handlers are called by the interpreter itself, so
+    their stacks have neither a ``<module>`` frame nor one of ``runpy``, as every running script does.
 
     Args:
-        cut: The outermost frames might be missing, so a missing ``<module>`` means nothing.
+        cut: True if outermost frames might be missing; then a missing ``<module>`` frame means nothing.
     """
     if _SHUTDOWN.on(frames):
         return "its script has ended and the interpreter waits for the remaining threads"
@@ -211,7 +211,7 @@ def leaving(frames: Sequence[Frame], *, cut: bool = False) -> str:
 
 @dataclass(frozen=True)
 class LockWait:
-    """A wait for a lock, thread, future or queue of this process."""
+    """A wait for a lock, thread, future or queue in the same process."""
 
     what: str
     # Event that ends it. ``work``: a thread or future finishes; ``signal``: a thread sets a queue, event or condition;
@@ -230,12 +230,12 @@ class LockWait:
 
     @property
     def of_future(self) -> bool:
-        """True if a pool thread or an event loop ends the wait, rather than the end of a user's thread."""
+        """True if a pool thread or an event loop must end the wait, rather than a user's thread by ending."""
         return self.on == "work" and self.what != "Thread.join"
 
     @property
     def of_items(self) -> bool:
-        """True for a queue's ``join()``, which returns after ``task_done()`` for each item."""
+        """True for a queue's ``join()``, which returns once ``task_done()`` was called for each item."""
         return self.what.endswith("Queue.join)")
 
 
@@ -263,9 +263,10 @@ _LOCK_CALLS: tuple[tuple[str, frozenset[str], LockWait], ...] = (
 
 
 def lock_wait(inner: Sequence[Frame]) -> LockWait | None:
-    """Returns the lock, thread or queue that these library frames wait for.
+    """Returns which lock, thread, future or queue these library frames wait for; None if for none.
 
-    The frame nearest to the user's line decides: ``Future.result`` waits on a Condition, but *for* the future.
+    The frame nearest to the user's line decides: ``Future.result`` calls a Condition's ``wait``, but waits *for* the
+    future.
     """
     for frame in reversed(inner):
         for ending, functions, wait in _LOCK_CALLS:
@@ -317,10 +318,10 @@ PEER_WAITS = {
 
 
 def native(samples: Iterable[StackSample], os_tid: int | None, answers: Answers) -> str:
-    """Returns which of ``answers`` the C frames inside a thread's innermost Python frame show, or "".
+    """Returns the one of ``answers`` that the C frames inside a thread's innermost Python frame show; "" if none does.
 
-    Python frames can't distinguish ``with lock:`` from ``work.wait()``: both are C functions called on the user's line,
-    and both block in ``futex``.
+    Python frames can't distinguish ``with lock:`` from ``work.wait()``: both are C functions called directly by the
+    user's line, and both block in ``futex``.
     """
     for frames in _native_frames(samples, os_tid):
         for answer, symbols in answers:
@@ -347,7 +348,7 @@ _DRIVER_LIBRARIES = ("libcuda.so", "libcudart", "libamdhip", "libhsa-runtime")
 
 
 def device_wait(stack: Stack, samples: Iterable[StackSample], os_tid: int | None) -> str:
-    """Returns ``a synchronize`` of torch, or the name of the driver call; empty without either."""
+    """Returns ``a synchronize`` of torch, or else the driver call, in which a thread waits; empty if in neither."""
     if _SYNCHRONIZE.on(stack.called[:2]):
         return "a synchronize"
     called = (_driver_call(frame) for frames in _native_frames(samples, os_tid) for frame in frames)

@@ -1,6 +1,6 @@
-"""Recognizes errors of communication libraries, CUDA and device meshes by their fixed words.
+"""Recognizes errors of communication libraries, CUDA and device meshes by the fixed parts of their messages.
 
-An error is either the rank's ``own``, or it reports the failure of a peer or of the connection to it.
+Each error is either the rank's ``own``, or only reports that a peer, or the connection to it, failed.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ _KINDS: tuple[tuple[FailureKind, bool, str, str], ...] = (
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A call as torch compares it between ranks (``TORCH_DISTRIBUTED_DEBUG=DETAIL``)."""
+    """A call in the form in which torch compares it between ranks (``TORCH_DISTRIBUTED_DEBUG=DETAIL``)."""
 
     op: str
     sizes: str
@@ -200,9 +200,9 @@ _FIELDS = ("OpType", "TensorShape", "TensorDtypes", "SequenceNumber")
 
 
 def fingerprints(message: str) -> dict[int, Fingerprint]:
-    """Returns the calls in an error about calls that don't match, by rank in the group.
+    """Returns group rank → call, from an error that reports mismatched calls; empty for any other error.
 
-    The rank that raised the error comes first, then a peer.
+    The rank that raised the error comes first, then one of its peers.
     """
     if not message.startswith("Detected mismatch between collectives"):
         return {}
@@ -225,6 +225,6 @@ def failure(text: str) -> KnownFailure | None:
 
 
 def first_failure(messages: Iterable[str]) -> KnownFailure | None:
-    """Returns the first warning that shows a failure of the process's own, else the first failure."""
+    """Returns the first failure that the process itself caused, or else the first failure; None if there is none."""
     failures = [match for text in messages if (match := failure(text)) is not None and match.kind != "nccl-ending"]
     return next((match for match in failures if match.own), failures[0] if failures else None)

@@ -1,4 +1,4 @@
-"""Reads torch's CUDA out-of-memory error: how much memory a GPU had left."""
+"""Parses torch's CUDA out-of-memory error, which says how much memory the GPU had left."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OTHER = _pattern(r"Process (?P<pid>\d+) has ", "of", " memory in use")
 
 @dataclass(frozen=True)
 class Shortage:
-    """Sizes in bytes, None if the error doesn't give them."""
+    """Sizes in bytes; None if the error doesn't state them."""
 
     device: int  # number of the GPU as the rank counts them; -1: unknown
     asked: int | None
@@ -42,7 +42,7 @@ class Shortage:
 
     @property
     def is_fragmented(self) -> bool:
-        """True if the memory that torch had reserved but not used would have sufficed."""
+        """True if the memory that torch had reserved but wasn't using would have sufficed."""
         return bool(self.asked and self.unused and self.unused >= self.asked)
 
 

@@ -1,4 +1,4 @@
-"""Classifies a thread's wait as the kernel shows it, comparable across samples, Python versions and architectures."""
+"""Classifies what the kernel shows of a thread's wait, independently of Python versions and architectures."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ POLL_S = 2.0  # longest pause between two attempts to lock a file; sqlite pauses
 
 
 def polled_lock(process: ProcessEvidence, wait: KernelWait) -> FileLock | None:
-    """Returns the file lock that the main thread might be polling, if exactly one qualifies.
+    """Returns the file lock that the main thread might be polling, if exactly one lock qualifies, else None.
 
-    The process has the file open, another process holds the lock in each sample in which the thread sleeps, and the
+    A lock qualifies if the process has the file open, another process holds the lock in every sample, and the thread's
     sleeps are short.
     """
     if wait.kind not in ("sleep", "select") or wait.left_s is None or wait.left_s > POLL_S:
@@ -85,7 +85,7 @@ def polled_lock(process: ProcessEvidence, wait: KernelWait) -> FileLock | None:
 
 
 def thread_samples(process: ProcessEvidence, tid: int | None = None) -> list[tuple[float, ThreadState]]:
-    """Returns (time, state) samples of one thread, the main thread by default, oldest first."""
+    """Returns (time, state) samples of a thread, by default the main thread, oldest first."""
     samples = []
     for state in process.states:
         wanted = (state.leads or state.pid) if tid is None else tid
@@ -94,10 +94,10 @@ def thread_samples(process: ProcessEvidence, tid: int | None = None) -> list[tup
 
 
 def kernel_wait(process: ProcessEvidence, tid: int | None = None) -> KernelWait:
-    """Returns what a thread waits for, the main thread by default.
+    """Returns what a thread waits for, by default the main thread.
 
-    A state must last. One sample in state D or T among several is ignored, and a thread that used CPU time between the
-    samples is running, whatever each sample shows.
+    The wait must last: state D or T counts only if all samples show it, and a thread that used much CPU time between
+    the samples is running, whatever the samples show.
     """
     samples = thread_samples(process, tid)
     main = tid is None or (bool(process.states) and tid == process.pid)
@@ -154,9 +154,9 @@ WAKES = 8  # between two samples; reading a sleeping thread's stack wakes it onc
 
 
 def _again(samples: list[tuple[float, ThreadState]]) -> bool:
-    """Returns whether the thread sleeps repeatedly: it is asleep in a sample after its first sleep must have ended.
+    """Returns whether the thread sleeps repeatedly: a sample shows it asleep after its first sleep must have ended.
 
-    Without such a sample, many short sleeps in between count.
+    If no sample is late enough, many short sleeps between the samples count, too.
     """
     asleep = [(at_s, thread.ends_s) for at_s, thread in samples if kind_of(thread) in ("sleep", "select")]
     first = next((ends_s for _, ends_s in asleep if ends_s), None)
@@ -174,7 +174,7 @@ def _left_s(samples: list[tuple[float, ThreadState]]) -> float | None:
 
 
 def kind_of(thread: ThreadState) -> str:
-    """Returns what the system call waits for: sleep | lock | child | select | poll | io | unknown."""
+    """Returns what kind of event the system call waits for: sleep | lock | child | select | poll | io | unknown."""
     name = thread.syscall_name
     for kind, names in (("sleep", _SLEEP), ("lock", _LOCK), ("child", _CHILD), ("select", _SELECT), ("poll", _POLL)):
         if name in names:
@@ -201,7 +201,7 @@ def _cpu_share(samples: list[tuple[float, ThreadState]]) -> float | None:
 
 
 def wait_words(wait: KernelWait) -> str:
-    """Returns the wait as a note in brackets: ``read on pipe:[7]``, ``97% of a core``."""
+    """Describes a wait for use in brackets: ``read on pipe:[7]``, ``97% of a core``."""
     if wait.kind == "running":
         return "" if wait.cpu_share is None else f"{wait.cpu_share:.0%} of a core"
     fd, target = wait.thread.fd, wait.thread.fd_target

@@ -1,4 +1,4 @@
-"""Recognizes expressions that depend on the rank by the names in them."""
+"""Recognizes, by the names in them, expressions that depend on the rank."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _CASTS = frozenset({"int", "str", "bool", "get", "getenv"})
 
 
 def depends_on_rank(test: ast.expr, names: Mapping[str, ast.expr], steps: int = MAX_STEPS) -> bool:
-    """Returns whether the condition contains the rank, or a name that stands for it.
+    """Returns whether the condition contains the rank, or a name defined by it.
 
-    The result of a function called with the rank doesn't count.
+    A function's result doesn't count as depending on the rank merely because the rank is one of its arguments.
     """
     words = list(identifiers(test))
     if any(_RANK.search(word) for word in words):
@@ -40,7 +40,7 @@ def _plain(value: ast.expr) -> ast.expr | None:
 
 
 def identifiers(node: ast.AST) -> Iterator[str]:
-    """Yields each name in ``node``, and rank variables that are looked up as strings."""
+    """Yields all names in ``node``, and the rank's variables that it looks up by a string: ``RANK``, ``LOCAL_RANK``."""
     yield from src.names_in(node)
     for part in ast.walk(node):
         if isinstance(part, ast.Constant) and part.value in ("RANK", "LOCAL_RANK"):

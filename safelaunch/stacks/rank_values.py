@@ -54,7 +54,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def value_on_rank(node: ast.expr, whereabouts: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> Any:
-    """Returns the value of an expression of ranks and constants; raises UnknownValueError for any other."""
+    """Returns the value of an expression that uses only ranks and constants. Raises UnknownValueError for any other."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
@@ -76,7 +76,7 @@ def _unknown() -> Any:
 
 
 def _either(node: ast.BoolOp, whereabouts: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> bool:
-    """Evaluates ``and`` (false if one part is false, even if others are unknown) and ``or`` accordingly."""
+    """Evaluates ``and``, which is false if any part is false, even if others are unknown; ``or`` correspondingly."""
     decisive, unknown = isinstance(node.op, ast.Or), False
     for part in node.values:
         try:
@@ -107,7 +107,7 @@ def _computed(node: ast.BinOp, whereabouts: Whereabouts, names: Mapping[str, ast
 
 
 def _named(node: ast.expr, whereabouts: Whereabouts, names: Mapping[str, ast.expr], steps: int) -> Any:
-    """Evaluates a name or call that gives the rank, or a name that is defined by one."""
+    """Evaluates an expression that returns the rank, such as a name or a call, or a name defined by one."""
     if isinstance(node, ast.Name) and steps and node.id in names:
         return value_on_rank(names[node.id], whereabouts, names, steps - 1)
     if isinstance(node, ast.Call):

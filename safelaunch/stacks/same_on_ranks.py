@@ -15,7 +15,7 @@ _MOST_STEPS = 6  # from a name to its definition
 
 
 def is_same_on_ranks(value: ast.expr, names: Mapping[str, ast.expr], steps: int = _MOST_STEPS) -> bool:
-    """Returns whether all ranks compute the same value: from constants, settings, and names defined by these."""
+    """Returns whether all ranks compute the same value, from constants, settings, and names defined by these."""
     if not steps or depends_on_rank(value, names):
         return False
     calls = [*src.calls_in(value)]
@@ -30,7 +30,7 @@ def is_same_on_ranks(value: ast.expr, names: Mapping[str, ast.expr], steps: int 
 
 
 def varying_names(test: ast.expr, names: Mapping[str, ast.expr]) -> Iterator[str]:
-    """Yields the names in a condition that can differ between ranks, and ``()`` for each call."""
+    """Yields the names in a condition that can have different values on the ranks, and ``()`` for each call."""
     alike = {name for name, value in names.items() if is_same_on_ranks(value, names)}
     yield from ("()" for _ in src.calls_in(test))
     yield from (name for name in _names_except_settings(test) if name not in alike)
@@ -47,7 +47,7 @@ def _names_except_settings(test: ast.expr) -> Iterator[str]:
 
 
 def round_counters(scope: ast.AST) -> Iterator[str]:
-    """Yields the counters of rounds: ``step`` in ``for step in range(n)``, or with ``step += 1`` in each round."""
+    """Yields variables that count iterations: ``step`` in ``for step in range(n)``, or with ``step += 1`` in a loop."""
     loops = (node for node in ast.walk(scope) if isinstance(node, src.LOOPS))
     for loop in loops:
         if not isinstance(loop, ast.While) and _COUNTING.intersection(src.names_in(loop.iter)):

@@ -1,4 +1,4 @@
-"""Parses tracebacks in a rank's output: of worker processes, and of threads that an exception ended."""
+"""Parses tracebacks in a rank's output that come from worker processes, or from threads that an exception ended."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _OF_A_RANK = re.compile(rf"^{re.escape(GATHERED)}(\d{{1,9}})\)$", re.MULTILINE)
 
 
 def gathered(message: str) -> dict[int, ParsedTraceback]:
-    """Returns each failed rank's exception, from an error that all ranks of the group raise together."""
+    """Returns each failed rank's exception, parsed from an error that all ranks of a group raise together."""
     _, *parts = _OF_A_RANK.split(message)
     read = ((int(rank), parse(text.splitlines())) for rank, text in zip(parts[::2], parts[1::2], strict=True))
     return {rank: traceback for rank, traceback in read if traceback is not None and traceback.message}
@@ -68,7 +68,7 @@ _OF_A_WORKER = (
 
 
 def of_worker(text: str) -> tuple[str, ParsedTraceback]:
-    """Returns the worker process named in a rank's error, and its traceback, without frames if there is none."""
+    """Returns the name of the worker process in a rank's error, and its traceback (without frames if it has none)."""
     begin = next(filter(None, (pattern.search(text) for pattern in _OF_A_WORKER)), None)
     inner = parse(text[begin.end() :].splitlines()) if begin is not None else None
     who = f"dataloader worker{begin['number'] or ''}" if begin is not None and begin["who"] else "worker process"
@@ -80,7 +80,7 @@ def lines_of(log_tail: str) -> list[str]:
 
 
 def of_threads(log_tail: str) -> Iterator[ParsedTraceback]:
-    """Yields the tracebacks of threads that an exception ended, as ``threading`` prints them, newest first."""
+    """Yields the tracebacks that ``threading`` prints when an exception ends a thread, newest first."""
     lines = lines_of(log_tail)
     for at in range(len(lines) - 1, -1, -1):
         head = _OF_A_THREAD.match(lines[at])

@@ -1,4 +1,4 @@
-"""Diagnoses, once and from outside, a job that safelaunch didn't start, and writes its bundle."""
+"""Diagnoses a job that safelaunch didn't start, once and from outside, and writes its bundle."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ NO_OUTPUT: Result[str] = Result(None, "standard output", 0.0, missing="it goes t
 
 
 def attach(job: RunningJob, bundle_dir: Path) -> Report:
-    """Writes the bundle of ``job``, which continues.
+    """Writes a bundle for ``job``, which continues to run.
 
-    Raises AccessDenied if no stack can be read, and SafelaunchError without py-spy.
+    Raises AccessDenied if no stack can be read, and SafelaunchError if py-spy is missing.
     """
     _find_py_spy()
     context, timeline = _context(job, bundle_dir), Timeline().plus("first look")
@@ -104,7 +104,10 @@ def _targets(job: RunningJob) -> list[Target]:
 
 
 def _look(targets: list[Target], roots: tuple[str, ...]) -> Looks:
-    """Looks twice. If a rank stands still while others work, looks a third time later: it might wait for a slow one."""
+    """Looks twice.
+
+    If a rank stands still while others work, looks a third time later, because it might be waiting for a slow rank.
+    """
     looks = look_at(targets, None, collectives=True, deadline_s=ATTACH.look_s)
     time.sleep(ATTACH.between_s)
     looks = with_leads(look_at(targets, looks, collectives=True, deadline_s=ATTACH.look_s), roots)

@@ -1,4 +1,4 @@
-"""Commands that a message asks the user to run. Each works in any directory, whatever is on PATH."""
+"""Commands that a message asks the user to run. Each works in any directory, and with any PATH."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def own(words: Sequence[str]) -> list[str]:
 
 
 def as_root(words: Sequence[str]) -> list[str]:
-    """Returns the command that starts this installation as root; ``sudo`` keeps only the working directory."""
+    """Returns the command that starts this installation as root. ``sudo`` keeps only the working directory."""
     base, packages = site.getuserbase(), site.getusersitepackages()
     home = ["env", f"PYTHONUSERBASE={base}"] if Path(packages) in Path(__file__).parents else []
     return [*(["sudo"] if shutil.which("sudo") else []), *home, *own(words)]

@@ -21,9 +21,10 @@ WRITE_DEADLINE_S = 2.0
 
 
 class Redaction:
-    """Removes secrets from text; changes nothing until ``use`` sets a function.
+    """Removes secrets from text. Does nothing until ``use`` sets a function.
 
-    The command line sets general rules, and once the job's secrets are known, a function that also removes them.
+    The command line first sets general rules. Once the job's secrets are known, it sets a function that also removes
+    these.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ redact = Redaction()
 
 
 class FreshLine:
-    """Returns the line feeds that move the cursor below the job's output; none until ``use`` sets a function.
+    """Returns the line feeds that move the cursor below the job's output; empty until ``use`` sets a function.
 
     The job writes to the same terminal or pipe, and a progress bar leaves the cursor in the middle of a line.
     """
@@ -50,7 +51,7 @@ class FreshLine:
         self._written_ns = 0
 
     def use(self, function: Callable[[int], int]) -> None:
-        """Sets the function, which gets the time of safelaunch's own last line (CLOCK_REALTIME, ns)."""
+        """Sets the function. Its argument is the time of safelaunch's own last line (CLOCK_REALTIME, ns)."""
         self._function = function
 
     def __call__(self) -> str:
@@ -78,9 +79,9 @@ ECHO = len("^C")  # the terminal might have written it at the beginning of a lin
 
 
 def display(descriptor: int, environ: Mapping[str, str]) -> Display:
-    """Returns the properties of a descriptor; 100 columns without colour for a file or a pipe.
+    """Returns a descriptor's width and whether it shows colour; for a file or a pipe, 100 columns without colour.
 
-    Colour follows CPython: NO_COLOR, then FORCE_COLOR, then TERM=dumb, then whether it is a terminal.
+    The decision on colour follows CPython: NO_COLOR, then FORCE_COLOR, then TERM=dumb, then whether it is a terminal.
     """
     try:
         tty = os.isatty(descriptor)
@@ -98,7 +99,7 @@ _COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
 def terminal_safe(text: str, *, color: bool = False) -> str:
     """Returns ``text`` without secrets and without control sequences that a terminal would execute.
 
-    If ``color``, colours stay, except in a line with a secret.
+    If ``color``, colours are kept, except in lines with a secret.
     """
     if color:
         return "\n".join(map(_safe_in_color, text.split("\n")))
@@ -120,24 +121,27 @@ def _safe_in_color(line: str) -> str:
 
 
 def show(text: str, *, color: bool = False, fold: bool = False) -> None:
-    """Prints ``text`` on stdout. Raises BrokenPipeError if the pipe has no reader.
+    """Prints ``text`` to stdout. Raises BrokenPipeError if the pipe has no reader.
 
     Args:
-        color: Whether its colours stay.
-        fold: Whether lines longer than the terminal break between words.
+        color: Whether the text's colours are kept.
+        fold: Whether to break lines longer than the terminal between words.
     """
     text = terminal_safe(text, color=color)
     put(folded(text, room()) if fold else text)
 
 
 def room() -> int:
-    """Returns the maximum length of a line on stdout."""
+    """Returns the maximum length of a line on stdout, in characters."""
     on = display(1, os.environ)
     return on.width if on.terminal else sys.maxsize
 
 
 def command_lines(words: Sequence[str], first: str, width: int) -> list[str]:
-    """Formats a command after ``first``, in lines that a shell reads as one. ``words`` must be quoted."""
+    """Formats a command after the text ``first``, in lines that a shell reads as one.
+
+    ``words`` must already be quoted.
+    """
     lines = [f"{first}{words[0]}"]
     for word in words[1:]:
         if len(lines[-1]) + len(word) + len("  \\") <= width:
@@ -152,10 +156,10 @@ _CELL = re.compile(r"(?<=\S) {2,}(?=\S)")
 
 
 def folded(text: str, width: int) -> str:
-    """Breaks lines longer than ``width``, as far as their words permit.
+    """Breaks lines longer than ``width``, unless a single word is longer than that.
 
-    A row of cells, separated by two spaces, breaks between cells. Other lines break between words, and continue below
-    the text they belong to.
+    A row of cells, separated by two spaces, is broken between cells. Other lines are broken between words, and continue
+    below the text they belong to.
     """
     return "\n".join(part for line in text.split("\n") for part in _folded(line, width))
 
@@ -183,7 +187,10 @@ def _wrapped(line: str, width: int, hang: int) -> list[str]:
 
 
 def wrapped(text: str, width: int, first: str = "", others: str = "") -> list[str]:
-    """Breaks a paragraph into lines that begin with ``first``, then with ``others``. Paths and options stay whole."""
+    """Breaks a paragraph into lines. The first begins with ``first``, the rest with ``others``.
+
+    Doesn't break paths or options.
+    """
     import textwrap  # rarely needed, and this module is imported before the job starts
 
     return textwrap.wrap(
@@ -200,7 +207,10 @@ def show_json(document: object) -> None:
 
 
 def put(text: str) -> None:
-    """Prints text that is safe already. Raises BrokenPipeError, and SafelaunchError for other errors (a full disk)."""
+    """Prints text that is already safe.
+
+    Raises BrokenPipeError, or SafelaunchError for other errors, such as a full disk.
+    """
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -266,7 +276,7 @@ def _broken(line: str, width: int) -> list[str]:
 
 
 def _write(data: bytes) -> None:
-    """Writes to stderr, or to the terminal if the reader of stderr has ended, as ``tee`` does on Ctrl-C."""
+    """Writes to stderr, or to the terminal if stderr's reader has ended, as ``tee`` does after Ctrl-C."""
     data = fresh_line().encode() + data
     try:
         while data:

@@ -1,7 +1,7 @@
 """Decodes JSON and msgpack into records, in any thread. No other module calls msgspec's typed decoding.
 
-msgspec 0.22 inspects a type at its first use. If a second thread decodes the type, or one that contains it, before that
-is done, the process dies of SIGSEGV. So decoders are made one at a time, and kept.
+msgspec 0.22 inspects a type when it is first used. If a second thread decodes this type, or one that contains it,
+before the inspection is done, the process dies of SIGSEGV. So decoders are created one at a time, and kept.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def load_pickle(data: bytes) -> Any:
 
 
 class _Primitives(pickle.Unpickler):
-    """Refuses everything that would run code."""
+    """An unpickler that refuses everything that would run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no dump does")

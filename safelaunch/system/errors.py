@@ -23,7 +23,7 @@ Failure = Literal["", "absent", "broken", "denied", "no handler", "not installed
 class SafelaunchError(Exception):
     """Base of the errors that the command line shows as one message, never as a traceback.
 
-    ``message`` says what happened and why it matters; ``fix`` says what to do about it.
+    ``message`` says what happened and why it matters. ``fix`` says what to do about it.
     """
 
     exit_code = 1
@@ -44,7 +44,7 @@ class UsageError(SafelaunchError):
 
 
 class AccessDenied(SafelaunchError):
-    """Access to a process is denied. The command line adds what to run instead."""
+    """Access to a process is denied. The command line adds a command that has access."""
 
 
 class InterruptedWait(SafelaunchError):
@@ -54,7 +54,7 @@ class InterruptedWait(SafelaunchError):
 
 
 class PresetError(UsageError):
-    """A preset or configuration file is invalid. The message names file and line."""
+    """A preset or configuration file is invalid. The message names the file and line."""
 
 
 class DurationError(UsageError, ValueError):
@@ -70,7 +70,7 @@ class StoreError(ResourceError):
 
 
 class CaptureError(SafelaunchError):
-    """A source of evidence failed. ``message`` goes into the manifest; code decides by ``kind``.
+    """A source of evidence failed. ``message`` goes into the manifest; code depends only on ``kind``.
 
     ``absent``: nothing listens. ``timeout``: the deadline passed. ``denied``: no permission. ``not installed``: the
     tool is missing. ``outdated``: the tool doesn't support its input. ``no handler``: the worker server lacks one.
@@ -83,5 +83,5 @@ class CaptureError(SafelaunchError):
 
 
 def internal_error(error: Exception, ended: str, then: str) -> str:
-    """Returns the message for an internal error that ended ``ended``; ``then`` says what continues without it."""
+    """Returns the message for an internal error that stopped ``ended``; ``then`` says what continues without it."""
     return f"an internal error ended {ended} ({type(error).__name__}: {error}). {then}"

@@ -31,9 +31,9 @@ def modified_ns(path: str | os.PathLike[str]) -> int:
 
 
 def replace_file(path: Path, data: bytes | str, *, mode: int = 0o666) -> None:
-    """Writes a file atomically, text as UTF-8; readers see the old or the new one. Raises OSError.
+    """Writes a file atomically, text as UTF-8. Readers see either the old or the new contents. Raises OSError.
 
-    ``mode`` is a new file's, before the umask.
+    ``mode`` applies to a new file, before the umask.
     """
     content = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -49,7 +49,7 @@ def replace_file(path: Path, data: bytes | str, *, mode: int = 0o666) -> None:
 
 
 def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """Locks an open file or directory with flock, until its last descriptor is closed. Returns False if it is locked.
+    """Locks an open file or directory with flock, until its last descriptor is closed. Returns False if already locked.
 
     Raises OSError if locks aren't supported.
     """

@@ -1,4 +1,4 @@
-"""Queries NVML. Callers import ``pynvml`` themselves, in a process in which the driver is allowed to hang."""
+"""Queries NVML. Callers import ``pynvml`` themselves, in a process that can be killed if the driver hangs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def text(value: str | bytes) -> str:
 
 
 def processes(nvml: Any, handle: Any) -> list[dict[str, Any]] | None:
-    """Returns the compute processes on a GPU (pid, memory_bytes), or None if NVML doesn't list them."""
+    """Returns the compute processes on a GPU (``pid`` and ``memory_bytes``); None if NVML doesn't list them."""
 
     def read() -> list[dict[str, Any]]:  # includes the conversion, because the binding can fail on any element
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)

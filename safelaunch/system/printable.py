@@ -19,27 +19,27 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 
 
 def clean_lines(text: str) -> list[str]:
-    """Returns the lines of a text without terminal escapes, control characters or direction overrides."""
+    """Returns the lines of ``text`` without terminal escapes, control characters or direction overrides."""
     return [clean(line).rstrip() for line in _ESCAPES.sub("", text).splitlines()]
 
 
 def clean(text: str) -> str:
-    """Returns a text without terminal escapes and control characters, on one line."""
+    """Returns ``text`` on one line, without terminal escapes and control characters."""
     return " ".join(_UNSHOWABLE.sub("", _ESCAPES.sub("", text).replace("\n", " ").replace("\t", " ")).split(" "))
 
 
 def clean_text(text: str) -> str:
-    """Applies ``clean`` to each line with unprintable characters."""
+    """Applies ``clean`` to each line that has unprintable characters."""
     return "\n".join(line if line.isprintable() else clean(line) for line in text.split("\n"))
 
 
 def is_clean(text: str) -> bool:
-    """True if a terminal would only display the text."""
+    """True if a terminal would display the text and do nothing else."""
     return not _UNSHOWABLE.search(text)
 
 
 def clean_json(text: str) -> str:
-    """Returns an equal JSON document with those characters escaped, e.g. as ``\\u009b``."""
+    r"""Returns an equal JSON document with unprintable characters escaped, e.g. as ``\u009b``."""
     return _UNSHOWABLE.sub(lambda match: _escaped(match[0]), text)
 
 

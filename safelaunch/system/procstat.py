@@ -1,8 +1,8 @@
 """Reads ``/proc/<pid>/stat`` (proc(5)), which never blocks and needs no rights.
 
-psutil isn't used here: for 8 processes of 60 threads, it took 13 times the CPU for state and start time of each (0.64
-ms instead of 0.05), and 2.5 times for the table of all processes (11.6 ms instead of 4.6). It also lacks start ticks,
-which identify a process here and in the beacons, a thread's state, and a connection's inode.
+psutil isn't used here. For 8 processes of 60 threads, it took 13 times the CPU time for the state and start time of
+each (0.64 ms instead of 0.05), and 2.5 times for the table of all processes (11.6 ms instead of 4.6). It also lacks a
+thread's state, a connection's inode, and start ticks, which identify a process here and in the beacons.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Stat:
 
 
 def parse(text: str) -> Stat:
-    """Parses the line, in which the process name can contain spaces and parentheses. Raises ``ValueError``."""
+    """Parses the file's line. Its process name can contain spaces and parentheses. Raises ``ValueError``."""
     head, opened, rest = text.partition("(")
     name, closed, tail = rest.rpartition(")")
     fields = tail.split()
@@ -70,7 +70,7 @@ class SignalHandlers(NamedTuple):
 
 
 def handled(pid: int) -> SignalHandlers:
-    """Reads the handlers from ``/proc/<pid>/status``; all are False if the process is gone."""
+    """Reads from ``/proc/<pid>/status`` which signals have handlers; all are False if the process is gone."""
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", text_of(f"/proc/{pid}/status"), re.MULTILINE)
     mask = int(caught[1], 16) if caught else 0
     return SignalHandlers(

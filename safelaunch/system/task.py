@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class BackgroundTask(Generic[T]):
-    """Starts ``work`` in a thread; ``result`` raises the exception of ``work``."""
+    """Starts ``work`` in a thread. ``result`` returns its result, or raises its exception."""
 
     def __init__(self, name: str, work: Callable[[], T]) -> None:
         self._values: list[T] = []

@@ -1,4 +1,4 @@
-"""Sets time limits by signal timers, in the main thread only."""
+"""Sets time limits with signal timers, which work in the main thread only."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from tests.support.paths import ROOT
 
 # phrase in a comment → patterns that it matches
 COMMENTS = {
-    "Ranks who wait for nobody.": ["who", "who"],
+    "Ranks who wait for nobody.": ["who for a thing", "who for a thing"],
     "Users who read it, ``who``, whoami, and 'whose'.": [],
-    "No one answers.": ["who"],
+    "No one answers.": ["who for a thing"],
     "Empty where there is no log.": ["where for if"],
     "Two ranks, where one has ended.": ["where for if"],
     "Where torch is missing, it raises.": ["where for if"],
@@ -53,7 +53,7 @@ DOCSTRINGS = {
 
 # source → patterns that it matches
 SOURCES = {
-    'X = "nobody has joined this job"': ["who"],
+    'X = "nobody has joined this job"': ["who for a thing"],
     'X = f"{X} was not over within {X} s"': ["not over"],
     'X = f"waits for {X}, that is --max-stall"': ["that is --option"],
     'X = "nobody"': [],
@@ -61,14 +61,14 @@ SOURCES = {
     'X = r"who (?:waits|has waited) for it"': [],
     'def _f():\n    """Returns it."""\n    return 1': ["private docstring"],
     'def f():\n    """Returns it."""\n    return 1': [],
-    "def test_who_waits():\n    pass": ["who"],
+    "def test_who_waits():\n    pass": ["who for a thing"],
     'class X:\n    x: int\n    """of the catalogue"""': ["docstring start"],
     'class X:\n    """A record. ``x``: its size."""\n    x: int': ["undocumented Args"],
 }
 
 # page → patterns that it matches
 PAGES = {
-    "Somebody waits.\n\n```\nnobody\n```\n\n`who` and [a page](that-of.md)": ["who"],
+    "Somebody waits.\n\n```\nnobody\n```\n\n`who` and [a page](that-of.md)": ["who for a thing"],
     "- It may fail.\n- Of two ranks, one.": ["fronted of"],
 }
 
@@ -99,7 +99,7 @@ def test_page_has_the_listed_findings(text: str) -> None:
 
 def test_finding_in_docstring_names_its_line() -> None:
     [finding] = findings_in("safelaunch/x.py", 'def f():\n    """Returns it.\n\n    Nobody\n    waits.\n    """\n')
-    assert str(finding) == "safelaunch/x.py:4: who: Returns it. Nobody waits."
+    assert str(finding) == "safelaunch/x.py:4: who for a thing: Returns it. Nobody waits."
 
 
 def test_finding_in_joined_string_names_its_line() -> None:
@@ -128,20 +128,20 @@ def test_check_fails_on_a_file_that_gains_a_finding(tmp_path: Path, capsys: pyte
 def test_check_fails_on_a_new_file_with_a_finding(tmp_path: Path) -> None:
     recorded = tmp_path / "english.json"
     recorded.write_text("{}")
-    assert check(recorded, findings("who")) == 1
+    assert check(recorded, findings("who for a thing")) == 1
 
 
 def test_check_passes_a_count_that_fell_without_a_new_record(tmp_path: Path) -> None:
     recorded = tmp_path / "english.json"
     recorded.write_text('{"a.py": 2, "removed.py": 1}')
-    assert check(recorded, findings("who")) == 0
+    assert check(recorded, findings("who for a thing")) == 0
 
 
 def test_record_refuses_a_larger_sum(tmp_path: Path) -> None:
     recorded = tmp_path / "english.json"
     recorded.write_text('{"a.py": 1}')
     (tmp_path / "a.py").touch()
-    assert record(tmp_path, recorded, [tmp_path / "a.py"], findings("who", "may")) == 1
+    assert record(tmp_path, recorded, [tmp_path / "a.py"], findings("who for a thing", "may")) == 1
     assert json.loads(recorded.read_text()) == {"a.py": 1}
 
 
@@ -149,5 +149,5 @@ def test_record_follows_a_file_that_moved(tmp_path: Path) -> None:
     recorded = tmp_path / "english.json"
     recorded.write_text('{"a.py": 1, "kept.py": 3}')
     (tmp_path / "kept.py").touch()
-    assert record(tmp_path, recorded, [tmp_path / "b.py"], findings("who", file="b.py")) == 0
+    assert record(tmp_path, recorded, [tmp_path / "b.py"], findings("who for a thing", file="b.py")) == 0
     assert json.loads(recorded.read_text()) == {"b.py": 1, "kept.py": 3}

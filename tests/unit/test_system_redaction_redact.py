@@ -443,7 +443,7 @@ ALL = Redactor(("horse-battery", "aB3xY7zQ9mN1", "1234", "hunter2", "train"))
 
 def seconds(text: str) -> float:
     begin = time.process_time()
-    ALL.said(text)
+    ALL.job_text(text)
     return time.process_time() - begin
 
 
@@ -531,7 +531,7 @@ def test_each_secret_in_compound_value_is_redacted(name: str, value: str, parts:
     ],
 )
 def test_words_in_compound_value_stay(name: str, value: str, text: str) -> None:
-    assert Redactor(secret_values({name: value}, [])).said(text) == text
+    assert Redactor(secret_values({name: value}, [])).job_text(text) == text
 
 
 def test_secret_contained_in_path_is_redacted() -> None:

@@ -1,4 +1,4 @@
-"""Compares values that must be equal on all ranks (weights, gradients, batches) during a job: ``--check-every``."""
+"""Compares values that must be equal on all ranks (weights, gradients, batches) while a job runs: ``--check-every``."""
 
 from __future__ import annotations
 

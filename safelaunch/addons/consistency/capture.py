@@ -1,4 +1,4 @@
-"""Reads the files of the ranks' consistency checks in the run directory; ``layout`` describes their format."""
+"""Reads the files into which ranks write their consistency checks; ``layout`` describes the format."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class SeriesCheck:
 
 
 class SeriesReader:
-    """The mapped file of one series.
+    """Reads the file of one series, which is mapped into memory.
 
-    Raises BlockingIOError while the rank creates the file; OSError or ValueError if it is damaged.
+    Raises BlockingIOError while the rank is still creating the file, and OSError or ValueError if the file is damaged.
     """
 
     def __init__(self, path: Path, rank: int) -> None:

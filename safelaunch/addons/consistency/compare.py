@@ -1,7 +1,7 @@
-"""Compares the ranks' numbers to find diverged replicas and bad gradients or losses.
+"""Compares the ranks' numbers to find replicas that differ, and gradients or losses that aren't finite.
 
-Only tensors known to be replicated are compared: DDP's, and DTensors along replicated dimensions. Each kind of finding
-is reported once.
+Only tensors known to be replicated are compared: those of DDP, and DTensors along replicated dimensions. Each kind of
+error is reported only once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Comparison:
 
     @property
     def report(self) -> str:
-        """Summary of what was compared and what wasn't; empty without a check."""
+        """Summary of what was compared and what wasn't; empty if there was no check."""
         if not self._checks:
             return ""
         replicated = {name for _, name in self._compared}
@@ -76,11 +76,11 @@ class Comparison:
             del losses[:-FEWEST_LOSSES]
 
     def new_findings(self, here: Sequence[int], unix_s: float, *, last: bool = False) -> list[WrongResult]:
-        """Returns new findings at the positions that all ranks have reached.
+        """Returns the new findings at positions that all ranks have reached.
 
         Args:
             here: Ranks on this node.
-            last: The job has ended, so positions that only some ranks have reached are compared, too.
+            last: True if the job has ended: then positions that only some ranks reached are compared, too.
         """
         result = []
         for key, series in self._waiting.items():
@@ -158,7 +158,7 @@ def _between(step: int, since: int) -> str:
 
 
 def _replicas(checks: Mapping[int, SeriesCheck]) -> _Replicas:
-    """Returns fingerprints by rank, for each tensor and group of ranks with a replica of it."""
+    """Returns the fingerprints by rank, for each tensor and each group of ranks that hold replicas of it."""
     prints_of: _Replicas = {}
     for rank, check in sorted(checks.items()):
         about = check.about
@@ -211,7 +211,7 @@ def _off(sides: tuple[Side, ...]) -> Side:
 
 
 def _not_finite(position: int, since: int, checks: Mapping[int, SeriesCheck], unix_s: float) -> WrongResult | None:
-    """Finds a step with non-finite gradients, and the rank that had them first."""
+    """Finds a step with non-finite gradients, and the rank whose gradients were the first."""
     bad = {rank: _bad_names(check) for rank, check in checks.items()}
     if not any(bad.values()):
         return None

@@ -1,4 +1,4 @@
-"""Computes fingerprints and magnitudes of tensors on their devices."""
+"""Computes fingerprints and magnitudes of tensors, on the devices that hold them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGE = 4096  # elements: tensors that are larger on average are summed one by o
 
 
 class Prints:
-    """Integer fingerprints of tensors: sums of their mixed bits, independent of order and rounding."""
+    """Integer fingerprints of tensors: sums of their mixed bits, which don't depend on the order of summation."""
 
     def __init__(self, torch: Any, tensors: list[Any]) -> None:
         self._torch = torch
@@ -71,7 +71,7 @@ class Prints:
         return result.index_add_(0, torch.cat(places), torch.cat(sums)) if sums else result
 
     def _sums(self, parts: list[Any], ends: Any) -> Any:
-        """Returns the sum of each part's words, after mixing their high bits into the low bits, and back."""
+        """Returns the sum of the words of each part, after mixing their high bits into the low bits and vice versa."""
         torch = self._torch
         bits = (torch.cat(parts) if len(parts) > 1 else parts[0]).to(torch.int32)
         mixed = bits >> 15
@@ -89,7 +89,7 @@ def _piece(device: Any) -> int:
 
 
 def magnitudes(torch: Any, tensors: list[Any], device: Any) -> Any:
-    """Returns a magnitude for each tensor; it is finite if and only if all elements are."""
+    """Returns a magnitude for each tensor, which is finite if and only if all of its elements are."""
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     floating = [
         n for n, tensor in enumerate(tensors) if tensor is not None and tensor.numel() and tensor.dtype in floats
@@ -114,7 +114,10 @@ def magnitudes(torch: Any, tensors: list[Any], device: Any) -> Any:
 
 
 def _on_cpu(torch: Any, tensors: list[Any]) -> Any:
-    """Returns norms, which a CPU computes several times faster, or the largest magnitudes if a norm isn't finite."""
+    """Returns the tensors' norms, which a CPU computes several times faster, or else their largest magnitudes.
+
+    The magnitudes are used if a norm isn't finite, which can also be due to overflow.
+    """
     norm_list = torch._foreach_norm(tensors)
     alike = len({norm.dtype for norm in norm_list}) == 1
     norms = torch.stack(norm_list if alike else [norm.double() for norm in norm_list]).double()
@@ -125,5 +128,5 @@ def _on_cpu(torch: Any, tensors: list[Any]) -> Any:
 
 
 def on(numbers: Any, device: Any) -> Any:
-    """Copies to ``device`` as float64, without waiting: ``device`` is a CPU only if all tensors are on it."""
+    """Copies to ``device`` as float64, without waiting. ``device`` is a CPU only if all tensors are on it."""
     return numbers.double().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Format of the files in which a rank passes its numbers to the supervisor: one per series, of signed 64-bit words.
+"""Defines the files in which a rank passes its numbers to the supervisor: one per series, of signed 64-bit words.
 
 - Header: CHECK_MAGIC (stored last), the length in bytes of the following JSON, the number of slots, and their size in
   words.

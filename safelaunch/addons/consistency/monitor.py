@@ -1,6 +1,6 @@
-"""Implements ``--check-every``: reads and compares the ranks' numbers, and reports errors.
+"""Implements ``--check-every``: reads the ranks' numbers, compares them, and reports errors.
 
-With several nodes, the leader compares the checks of all nodes and publishes its findings.
+If there are several nodes, the leader compares the checks of all nodes and publishes its findings.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ConsistencyMonitor:
             self._job.actions.end(EXIT_INCONSISTENT, None)
 
     def finish(self, *, succeeded: bool) -> None:
-        """Compares the last checks. A job that failed or was stopped gets no further bundle."""
+        """Compares the last checks. Writes a bundle about new findings only if the job succeeded."""
         findings = self._advance(last=True)
         if findings and self._action != "report" and succeeded:
             self._job.actions.write_last_bundle(self._stop if self._action == "stop" else self._job.actions.show)

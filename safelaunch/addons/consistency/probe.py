@@ -1,11 +1,11 @@
 """Computes fingerprints of parameters, gradients and buffers in each rank: ``--check-every N``.
 
-After every N-th step of an optimizer, it computes a few numbers per tensor on its device and copies them to the host
-asynchronously. A later step writes them to a file that the supervisor maps. This adds neither communication nor
-synchronization to the job. An error here only switches the checks off.
+After every N-th step of an optimizer, computes a few numbers per tensor on its device and copies them to the host
+asynchronously. A later step writes them to a file that the supervisor maps. The job gets neither additional
+communication nor synchronization. An error here only turns the checks off.
 
 A series is a set of tensors that are checked together: an optimizer's parameters, or the BatchNorm buffers of a DDP
-module. ``layout`` describes its file.
+module. ``layout`` describes the file of a series.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _files = 0
 
 
 def install(base: str, value: str) -> None:
-    """Prepares the checks. ``base`` is the path of the rank's page, ``value`` the value of ``VARIABLE``."""
+    """Prepares the checks. ``base`` is the path of the rank's page, and ``value`` the value of ``VARIABLE``."""
     global _base, _every, _off
     if not (value.isdigit() and int(value)):
         return
@@ -109,7 +109,10 @@ def _is_under_way(optimizer: int) -> bool:
 
 
 def optimizer_stepped(optimizer: Any, args: object, kwargs: object) -> None:
-    """Counts a step as torch's optimizer step post hook, unless another optimizer made it (ZeRO)."""
+    """Counts a step. torch calls it after each step of an optimizer, including steps within another optimizer's (ZeRO).
+
+    Those inner steps aren't counted.
+    """
     torch = sys.modules["torch"]
     if _off or torch.compiler.is_compiling():
         return
@@ -127,7 +130,7 @@ def optimizer_stepped(optimizer: Any, args: object, kwargs: object) -> None:
 
 
 def record_loss(loss: Any) -> None:
-    """Implements ``safelaunch.step(loss=...)``. A tensor stays on its device until the next check."""
+    """Implements ``safelaunch.step(loss=...)``. A loss that is a tensor stays on its device until the next check."""
     global _loss_steps
     if _off:
         return
@@ -143,7 +146,7 @@ def _is_capturing(torch: Any) -> bool:
 
 
 class _CheckTime:
-    """The time of a check: ``position`` and ``rounds`` are equal on all ranks, ``steps`` counts this rank's steps."""
+    """Time of a check. ``position`` and ``rounds`` are equal on all ranks; ``steps`` counts this rank's own steps."""
 
     def __init__(self, position: int, rounds: int, steps: int) -> None:
         self.position, self.rounds, self.steps = position, rounds, steps
@@ -200,7 +203,7 @@ class _SeriesWriter:
         return [wrappers.local(tensor.tensor).numel() for tensor in self.tensors] == self._sizes
 
     def take(self, moment: _CheckTime, extra: Any = None, losses: Iterable[tuple[int, Any]] = ()) -> None:
-        """Computes the numbers of this moment. ``extra`` is the sentinel's window, on the device."""
+        """Computes the numbers for a check at ``moment``. ``extra`` is the sentinel's window, on the device."""
         torch, device = self._torch, self._device
         with torch.no_grad():
             now = [wrappers.local(tensor.tensor.detach()) for tensor in self.tensors]
@@ -266,10 +269,10 @@ def _word(number: int) -> bytes:
 
 
 class _Buffers:
-    """The BatchNorm statistics of a DDP module.
+    """Checks the BatchNorm statistics of a DDP module.
 
     They are equal only between the broadcast of buffers and the next forward pass. They are compared without a
-    broadcast only if the module was in use but no step since the last check had one. Without ``broadcast_buffers``,
+    broadcast only if the module was used but didn't broadcast since the last check. Without ``broadcast_buffers``,
     nothing keeps them equal.
     """
 
@@ -313,9 +316,9 @@ class _Buffers:
             self.take(moment)
 
     def is_unshared(self) -> bool:
-        """Returns whether DDP's state shows that the module was in use without a broadcast.
+        """Returns whether DDP's state shows that the module was used without a broadcast.
 
-        A module that a newer DDP wraps again isn't expected to stay equal.
+        False for a module that was later wrapped in another DDP, because it isn't expected to stay equal.
         """
         ddp = self._ddp()
         if self.synced or ddp is None:
@@ -326,7 +329,7 @@ class _Buffers:
         return not any(other_ddp.module is ddp.module and its.synced for other_ddp, its in _by_module.items())
 
     def checked(self, moment: _CheckTime) -> None:
-        """Schedules a check of the buffers at the next broadcast, as of ``moment``."""
+        """Schedules a check of the buffers at the next broadcast; it counts as made at ``moment``."""
         self.due, self.synced = moment, False
         if self._series is not None:
             self._series.write()
@@ -337,7 +340,7 @@ def _broadcasts(ddp: Any) -> bool:
 
 
 def _wrap_ddp(module: Any) -> None:
-    """Hooks DDP's constructor, forward passes that announce gradient averaging, and buffer broadcasts."""
+    """Hooks into DDP's constructor, its forward passes that announce gradient averaging, and its buffer broadcasts."""
     kind = getattr(module, "DistributedDataParallel", None)
     if kind is None:
         return
@@ -377,7 +380,7 @@ def _followed(original: Any, then: Callable[[Any], None]) -> Any:
 
 
 def _owner_of(torch: Any, ddp: Any, *, made: bool = False) -> _Owner:
-    """Returns the owner of a DDP module's tensors, with a number that is the same on all ranks of a group.
+    """Returns the owner of a DDP module's tensors. Its number is the same on all ranks of a group.
 
     Ranks create modules in the same order, but not copies of modules, so copies are numbered separately.
     """
@@ -403,11 +406,11 @@ def _digest(text: str) -> str:
 
 
 class _Owner:
-    """Tensors that are checked at the same steps: a DDP module's, or an optimizer's others.
+    """Tensors that are checked at the same steps: those of a DDP module, or all others of an optimizer.
 
-    A DDP module counts rounds: steps before which gradients were averaged. All its ranks make the same number of them,
-    whatever optimizers they use. A rank can make further steps alone, so these count from the last round. ``key`` is
-    equal on all ranks.
+    A DDP module counts rounds: steps before which gradients were averaged. All of its ranks make the same number of
+    rounds, whatever optimizers they use. Because a rank can make more steps alone, these are counted from the last
+    round. ``key`` is equal on all ranks.
     """
 
     def __init__(self, torch: Any, key: str) -> None:
@@ -468,8 +471,8 @@ class _Owner:
     def _watch_sentinel(self, trained: list[replicas.Tensor]) -> None:
         """Watches the local gradient of one small parameter near the model's input, in every step.
 
-        A non-finite value in a backward pass reaches it before the ranks' gradients are averaged. It therefore shows
-        the first rank and step with one.
+        A non-finite value in a backward pass reaches this gradient before gradients are averaged over the ranks. It
+        therefore shows on which rank, and in which step, such a value occurred first.
         """
         torch = self._torch
         early = [tensor for tensor in trained if tensor.leaf.requires_grad and tensor.leaf.is_leaf][:4]
@@ -511,9 +514,10 @@ class _Owner:
         return torch.stack([step.amax() if len(step) else zero for step in largest.split(counts)])
 
     def on_gradient(self, gradient: Any, parameter: Callable[[], Any]) -> None:
-        """Notes the sentinel's gradient in a backward pass; drops earlier ones if ``parameter`` has no gradient.
+        """Records the sentinel's gradient in a backward pass. Drops earlier ones if ``parameter`` has no gradient.
 
-        On a CPU, it only copies the gradient and examines all steps together later: one kernel costs ten times a copy.
+        On a CPU, it only copies the gradient, and a later call examines all steps together, because one kernel costs as
+        much as ten copies.
         """
         if self._so_far and ((watched := parameter()) is None or watched.grad is None):
             self._so_far = []

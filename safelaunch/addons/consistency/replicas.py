@@ -1,7 +1,8 @@
 """Finds the tensors that a job trains, their names, and the ranks that have a replica of each.
 
-It supports DDP, DTensors, FSDP1, FSDP2, and DeepSpeed without ZeRO; other tensors count as not replicated. An optimizer
-knows its parameters, but not their names or modules: these are found among the objects of the process.
+Supports DDP, DTensors, FSDP1, FSDP2, and DeepSpeed without ZeRO; all other tensors count as not replicated. An
+optimizer knows its parameters, but not their names or modules, so these are found by searching the objects in the
+process.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class Tensor:
     """One tensor of a series.
 
     Args:
-        group: Ranks that have a replica of it; empty if unknown.
-        leaf: Tensor on which a backward pass leaves this rank's own gradient.
+        group: Ranks that have a replica of the tensor; empty if unknown.
+        leaf: Tensor in which a backward pass stores this rank's own gradient.
     """
 
     def __init__(self, name: str, tensor: Any, group: tuple[int, ...], leaf: Any = None) -> None:
@@ -41,7 +42,7 @@ def is_ddp(module: Any) -> bool:
 
 
 def ddp_group(ddp: Any) -> tuple[int, ...]:
-    """Returns the ranks that DDP keeps equal; empty if a communication hook might not, as in local SGD."""
+    """Returns the ranks on which DDP keeps tensors equal; empty if a communication hook might not, as in local SGD."""
     for hook, _ in getattr(ddp, "_comm_hooks", ()):
         ours = str(getattr(hook, "__module__", "")).startswith("torch.distributed.algorithms.ddp_comm_hooks")
         if not ours or getattr(hook, "__name__", "") in ("post_localSGD_hook", "noop_hook"):
@@ -67,7 +68,7 @@ def _ranks_of(group: Any) -> tuple[int, ...]:
 
 
 def _dtensor_group(tensor: Any) -> tuple[int, ...]:
-    """Returns the ranks with the same shard, along the mesh's replicated dimensions."""
+    """Returns the ranks with the same shard, found along the mesh's replicated dimensions."""
     placements = getattr(tensor, "placements", None)
     if placements is None or not hasattr(tensor, "device_mesh"):
         return ()
@@ -85,7 +86,7 @@ def _dtensor_group(tensor: Any) -> tuple[int, ...]:
 
 
 def _fsdp1_group(module: Any) -> tuple[int, ...]:
-    """Returns the ranks with the same shard: all under NO_SHARD, those on other nodes under HYBRID_SHARD."""
+    """Returns the ranks with the same shard: all ranks under NO_SHARD, those on other nodes under HYBRID_SHARD."""
     strategy = getattr(getattr(module, "sharding_strategy", None), "name", "")
     group = None
     if strategy == "NO_SHARD":
@@ -96,7 +97,7 @@ def _fsdp1_group(module: Any) -> tuple[int, ...]:
 
 
 def _fsdp1_groups(modules: list[Any]) -> dict[int, tuple[int, ...]]:
-    """Returns groups by parameter. Nested FSDP1 modules have their own strategy, so outer ones come first."""
+    """Returns parameter id → group. Outer modules come first, because nested FSDP1 modules override their strategy."""
     groups = {}
     wrapped = [module for module in modules if wrappers.is_fsdp1(module)]
     for module in sorted(wrapped, key=lambda wrapper: -sum(1 for _ in wrapper.modules())):
@@ -106,7 +107,7 @@ def _fsdp1_groups(modules: list[Any]) -> dict[int, tuple[int, ...]]:
 
 
 def _leaves(modules: list[Any]) -> dict[int, Any]:
-    """Maps each FSDP parameter to the unsharded one used in a backward pass, by private names of torch 2.13."""
+    """Maps each FSDP parameter to the unsharded one used in a backward pass. Uses private names of torch 2.13."""
     leaves: dict[int, Any] = {}
     for module in modules:
         state = getattr(module, "_get_fsdp_state", None)
@@ -130,7 +131,7 @@ def _fsdp2_leaves(state: Any) -> Iterator[tuple[int, Any]]:
 def owned(optimizer: Any) -> list[tuple[Any, list[Tensor]]]:
     """Returns the tensors to check with an optimizer: each DDP module with its parameters, and None with all others.
 
-    A DDP module keeps its own parameters, including frozen ones: DDP makes them equal when it wraps the module.
+    A DDP module's parameters include frozen ones, because DDP makes them equal when it wraps the module.
     """
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     wanted = {id(parameter) for parameter in trained}

@@ -1,4 +1,4 @@
-"""Encodes checks that nodes send to the comparing node, typed and bounded."""
+"""Encodes the checks that nodes send to the node that compares them. The format is typed, and its sizes are limited."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def share_of(nodes: int) -> int:
 
 
 def encode(checks: Iterable[SeriesCheck], share: int) -> bytes:
-    """Encodes the latest checks of a node's ranks, except checks with another rank number than the job's.
+    """Encodes the latest checks of a node's ranks, except those made under a rank number that isn't the job's.
 
-    If there are too many tensors, neighbors with the same replicas share a fingerprint, and a name made of the first
-    and last name.
+    If there are too many tensors, neighbors with the same replicas share a fingerprint, and a name formed from the
+    first and last name.
     """
     own_checks = [check for check in checks if check.about.rank in (check.rank, -1)]
     moments = sorted({check.moment for check in own_checks})[-MOST_POSITIONS:]
@@ -86,7 +86,7 @@ def encode(checks: Iterable[SeriesCheck], share: int) -> bytes:
 
 
 def decode(data: bytes) -> list[SeriesCheck]:
-    """Decodes the result of ``encode``; raises BadMessage for anything else."""
+    """Decodes the result of ``encode``. Raises BadMessage for anything else."""
     message = parse(unpack([data]), _Shared)
     try:
         abouts = [

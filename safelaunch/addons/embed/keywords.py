@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def flags_of(options: Mapping[str, object]) -> tuple[tuple[str, str | None], ...]:
-    """Converts options to command-line flags and values. The command line's parser reports unknown and invalid ones.
+    """Converts options to command-line flags and values, without checking names and most values.
 
-    Raises DurationError for an invalid duration.
+    Raises DurationError for an invalid duration. The command line's parser reports other errors.
     """
     flags: list[tuple[str, str | None]] = []
     for name, value in options.items():

@@ -1,8 +1,8 @@
-"""Implements ``safelaunch.launch``: torch's ``elastic_launch`` with the watchdog.
+"""Implements ``safelaunch.launch``: torch's ``elastic_launch``, with the watchdog.
 
-As under ``elastic_launch``, the caller is torch's agent and the parent of the ranks. The supervisor is a separate
-process (``addons.embed.supervisor``). During the call, variables in ``os.environ`` start the beacon in the ranks. If a
-rank is a fork of the caller, ``beacon.entrypoint`` starts it.
+As with ``elastic_launch``, the caller acts as torch's agent and is the parent of the ranks. The supervisor is a
+separate process (``addons.embed.supervisor``). During the call, variables in ``os.environ`` start the beacon in each
+rank; in ranks that are forks of the caller, ``beacon.entrypoint`` starts it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ T = TypeVar("T")
 class HangError(SafelaunchError):
     """The watchdog ended a hung job.
 
-    ``verdict`` names the rank that caused the hang, and why; None if unavailable. ``bundle`` has the evidence; None if
-    it couldn't be written.
+    ``verdict`` says which rank caused the hang, and why; None if there is no verdict. ``bundle`` is the path of the
+    evidence; None if it couldn't be written.
     """
 
     exit_code = 124
@@ -52,10 +52,10 @@ class HangError(SafelaunchError):
 
 
 class Launch(Generic[T]):
-    """A job that starts when it is called, like torch's ``elastic_launch``; see ``launch``.
+    """A job that starts when this object is called, like torch's ``elastic_launch``; see ``launch``.
 
-    After a call, ``verdict`` and ``bundle`` describe the run's latest incident, whether the job hung, crashed or
-    continued. They are None if there was none.
+    After a call, ``verdict`` and ``bundle`` describe the latest incident of the run, whether the job hung, crashed or
+    continued. They are None if there was no incident.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Launch(Generic[T]):
         """Runs the entrypoint on every rank of this node; returns the results by global rank.
 
         Raises ChildFailedError if a rank fails, as ``elastic_launch`` does; HangError if the watchdog ended the job;
-        UsageError for an invalid option, before anything starts.
+        and, before starting anything, UsageError for an invalid option.
         """
         from torch.distributed.elastic.multiprocessing import api as workers
 
@@ -125,8 +125,8 @@ def launch(
     ``HangError`` explains why. The environment, the configuration file and presets apply as on the command line.
 
     Args:
-        config: Torch's launch configuration.
-        entrypoint: A function, or a program; the call passes the arguments.
+        config: torch's launch configuration.
+        entrypoint: A function or program, which gets the arguments of the call.
         **options: See ``Options``.
 
     Raises ValueError for an invalid duration.

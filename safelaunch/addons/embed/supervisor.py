@@ -1,8 +1,9 @@
 """Supervises the ranks that the caller of ``safelaunch.launch`` starts.
 
-It is a separate process, so it shares neither the GIL nor a crash with the caller. It isn't the parent of the ranks:
-the caller reports them as torchrun's agent does, and it signals only them and their descendants. If the caller is
-killed, it ends the remaining ranks. If it is killed itself, the job continues unwatched.
+The supervisor is a separate process, so it doesn't share the caller's GIL and survives if the caller crashes. It isn't
+the parent of the ranks: the caller reports them to it, as torchrun's agent does, and it signals only these ranks and
+their descendants. If the caller is killed, the supervisor ends the remaining ranks. If the supervisor is killed, the
+job continues unwatched.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from safelaunch.system.errors import SafelaunchError, internal_error
 
 
 class CallersProcesses(JobProcesses):
-    """The caller's ranks and their descendants. ``agent`` is the caller, which is never signalled."""
+    """The ranks started by the caller, and their descendants. ``agent`` is the caller, which is never signalled."""
 
     def __init__(self, caller: ProcessId, line: Connection, run: RunPaths, forwarder: Forwarder) -> None:
         super().__init__(caller, None)
@@ -56,7 +57,7 @@ class CallersProcesses(JobProcesses):
         self._status: int | None = None
 
     def ended(self) -> int | None:
-        """Returns a wait status once the caller has no rank left: failure, success, or the caller's own death."""
+        """Returns a wait status once the caller has no ranks left: they failed or succeeded, or the caller died."""
         for message in self._line.received():
             if isinstance(message, Stopping):
                 self._forwarder.note_stop()
@@ -68,7 +69,7 @@ class CallersProcesses(JobProcesses):
         return self._status
 
     def ranks(self) -> tuple[ProcessId, ...]:
-        """Returns every live rank of any attempt that the caller reported, and their descendants."""
+        """Returns all live ranks that the caller reported, of any attempt, and their descendants."""
         events = EventReader(self._run.agent_events).read()
         workers = {ProcessId(pid, ticks) for event in events for _, pid, ticks in event.workers.values()}
         alive = {worker for worker in workers if worker.is_alive()}
@@ -81,7 +82,7 @@ class CallersProcesses(JobProcesses):
         return self.ranks()
 
     def end_all(self, grace_s: float = GRACE_S) -> tuple[ProcessId, ...]:
-        """Asks the caller to end its ranks; sends SIGTERM, and SIGKILL after the grace period."""
+        """Asks the caller to end its ranks, and sends SIGTERM. After the grace period, sends SIGKILL."""
         self._line.send(Stop())
         return process.end_all(None, self.all, grace_s=grace_s)
 
@@ -135,8 +136,8 @@ def _planned(request: LaunchRequest) -> tuple[Plan, JobResources]:
 def from_the_start(settings: Settings) -> Settings:
     """Applies the keyword ``stall_timeout`` to the first step, too, unless the startup timeout is set.
 
-    A function might never call ``step``, as in a test. It is imported before the call, so its start needs no extra
-    time.
+    A function might never call ``step``, for example in a test. Its modules are imported before the call, so it needs
+    no additional time to start.
     """
     limit_given = settings.stall_timeout_s is not None and settings.origin("stall-timeout") == "command line"
     if not limit_given or settings.is_explicit("startup-timeout"):

@@ -1,4 +1,4 @@
-"""Starts the supervisor's process for the caller of ``safelaunch.launch``, and talks to it."""
+"""Starts the supervisor process for the caller of ``safelaunch.launch``, and communicates with it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SupervisorProcess:
         return None
 
     def watched(self, entrypoint: Callable[..., T] | str | None) -> Callable[..., T] | str | None:
-        """Wraps a function for the ranks. A program gets the beacon through its environment instead."""
+        """Wraps a function that ranks run. A program isn't wrapped: it gets the beacon through its environment."""
         return ranks.WatchedFunction(entrypoint, self.env) if self._run_dir and callable(entrypoint) else entrypoint
 
     @contextmanager

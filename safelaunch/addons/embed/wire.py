@@ -27,7 +27,7 @@ class LaunchRequest(msgspec.Struct, frozen=True, tag="request"):
 
 
 class Stopping(msgspec.Struct, frozen=True, tag="stopping"):
-    """From the caller: a signal or interrupt ends the job."""
+    """From the caller: a signal or interrupt is ending the job."""
 
 
 class RanksEnded(msgspec.Struct, frozen=True, tag="ended"):
@@ -37,7 +37,7 @@ class RanksEnded(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """From the supervisor: the job can start with these variables."""
+    """From the supervisor: the job can start, with these environment variables."""
 
     env: dict[str, str]
     run_dir: str = ""  # empty if the job isn't watched
@@ -56,7 +56,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """From the supervisor, as its last message."""
+    """The supervisor's last message."""
 
     hung: bool = False
     verdict: Verdict | None = None
@@ -68,7 +68,7 @@ FromSupervisor = Ready | Refused | Stop | Done
 
 
 class Connection:
-    """One end of the connection. ``other`` is the type of the other end's messages."""
+    """One end of the connection. ``other`` is the type of messages that the other end sends."""
 
     def __init__(self, end: socket.socket, other: Any) -> None:
         self._end = end

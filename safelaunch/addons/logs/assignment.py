@@ -1,7 +1,7 @@
 """Assigns each report in a log to a rank.
 
-Only a prefix, a file name or a launcher's unambiguous list determines a rank. Other processes get a label and an unused
-number.
+A report belongs to a rank only if a prefix, a file name, or a launcher's unambiguous list says so. Other processes get
+a label and an unused number.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RankAssignment:
 
     @cached_property
     def first_times(self) -> dict[str, str]:
-        """First failure on each host, from torchrun's summary."""
+        """Host → time of its first failure, from torchrun's summary."""
         times: dict[str, str] = {}
         for end in self.ends.values():
             if end.root:
@@ -47,7 +47,7 @@ class RankAssignment:
 
     @property
     def named_ranks(self) -> set[int]:
-        """Ranks that the log names, except local ranks if there might be several nodes."""
+        """Ranks that the log names. If there might be several nodes, local ranks don't count."""
         ranks = {*self.outputs, *self.ends} - self.labels.keys()
         if not self.job.assumes_one_node:
             return ranks
@@ -86,7 +86,7 @@ class RankAssignment:
         return assignment
 
     def note_signals(self) -> None:
-        """Records signals that only faulthandler's stacks report."""
+        """Records fatal signals that are reported only by faulthandler's stacks."""
         for rank, output in self.outputs.items():
             crash, end = output.final_crash(has_failed=False), self.ends.get(rank)
             untold = end is None or end.code == UNKNOWN_SIGNAL
@@ -114,7 +114,7 @@ class RankAssignment:
         return number
 
     def _assign_unplaced(self, label: str, rank_end: RankEnd) -> None:
-        """Records the end of a process without a rank, unless another report explains it."""
+        """Records the end of a process whose rank is unknown, unless another report explains it."""
         pid = int(label.rpartition(" ")[2]) if label.startswith("process ") else 0
         if any(pid == end.pid or label in (self.labels.get(rank), f"rank {rank}") for rank, end in self.ends.items()):
             return
@@ -137,7 +137,7 @@ class RankAssignment:
             self.outputs[number].fail(line, "NCCL error", failure.text)
 
     def _assign_xids(self) -> None:
-        """Assigns Xid errors to ranks: the kernel gives the pid, NCCL the rank of that pid."""
+        """Assigns Xid errors to ranks: the kernel reports the pid, and NCCL the rank with that pid."""
         places = {process.rpartition(":")[2]: rank for process, (_, rank) in self.job.nccl_places.items()}
         pids = Counter(process.rpartition(":")[2] for process in self.job.nccl_places)
         ranks = {end.pid: rank for rank, end in self.ends.items()}
@@ -227,7 +227,7 @@ class RankAssignment:
                 self._assign(rank, effects[0], node)
 
     def _first(self, failed: list[int]) -> list[int]:
-        """Returns the rank that the launcher reports as first, unless others ended in the same second."""
+        """Returns the rank that the launcher reports as the first to fail; empty if others ended in the same second."""
         if len(failed) < 2:
             return failed
         first = [rank for rank in failed if self.ends[rank].root]

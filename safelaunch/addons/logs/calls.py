@@ -1,4 +1,4 @@
-"""Parses reports of c10d, NCCL and Horovod about calls: timeouts, mismatches, connections, absent ranks."""
+"""Parses what c10d, NCCL and Horovod report about calls: timeouts, mismatches, connections, absent ranks."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Calls:
             output.warnings.append((line, message.strip()))
 
     def read_progress(self, output: SpeakerOutput, entry: LogEntry, *, from_script: bool) -> None:
-        """Reads the step number in any line, which the script itself might have printed (``from_script``)."""
+        """Reads the step number from any line; ``from_script`` means that the script itself might have printed it."""
         self._since_stalled += from_script
         if entry.speaker is not None and (match := _STEP.search(entry.text)):
             word, number = (match["word"] or "%").lower(), int(match["number"] or match["done"])
@@ -158,7 +158,7 @@ class Calls:
         return tuple(range(job.world))
 
     def _note_mismatch(self, output: SpeakerOutput, entry: LogEntry) -> None:
-        """Records a mismatch that torch's debug check logged, on all ranks that it names."""
+        """Records a mismatch that torch's debug check logged, for all ranks that it names."""
         message = entry.text[entry.text.index(_MISMATCH) :]
         ranks = [rank for rank in fingerprints(message) if rank < MAX_RANKS]
         if ranks and not isinstance(entry.speaker, int):
@@ -169,9 +169,9 @@ class Calls:
             self.job.process(rank, entry.line)
 
     def _note_watchdog(self, output: SpeakerOutput, entry: LogEntry) -> WatchdogReport | None:
-        """Records the call that timed out, or a group's progress; returns the report if a stack might follow.
+        """Records the call that timed out, or a group's progress; returns the report if a stack might follow it.
 
-        Older watchdogs name the group only after the call, and without torch's prefix they give only the rank in the
+        Older watchdogs name the group only after the call. Without torch's prefix, they report only the rank within the
         group.
         """
         group, work, status = (pattern.search(entry.text) for pattern in (_GROUP, _WORK, _STATUS))

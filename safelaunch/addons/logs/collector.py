@@ -1,6 +1,7 @@
-"""Reads a job's output line by line: collects tracebacks, and passes on other lines.
+"""Reads a job's output line by line. Collects tracebacks, and passes all other lines to parsers.
 
-``launchers`` parses reports of ends, ``calls`` reports of calls, ``error_lines`` other lines that look like errors.
+``launchers`` parses reports about the end of processes, ``calls`` those about calls, and ``error_lines`` other lines
+that look like errors.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class ReportCollector:
         self.launchers.finish()
 
     def _note_progress(self, output: SpeakerOutput, entry: LogEntry) -> bool:
-        """Returns whether the line shows that its process continued after it seemed to have ended."""
+        """Returns whether the line shows that its process continued although it seemed to have ended."""
         text = entry.text
         if output.traceback is None or output.traceback.state == "after":
             output.tail.append(text)
@@ -138,7 +139,7 @@ class ReportCollector:
                 self._attribute(output, traceback, error)
 
     def _attribute(self, output: SpeakerOutput, traceback: OpenTraceback, error: RankException) -> None:
-        """Assigns an exception to the speaker, or to the rank that the text names."""
+        """Assigns an exception to the rank or process that its text names, or else to the one that printed it."""
         job = self.job
         if traceback.pid:
             speaker = next(

@@ -1,4 +1,4 @@
-"""Finds lines that look like errors, so that even errors which no other module understands are shown."""
+"""Finds lines that look like errors, so that errors that no other module understands are shown, too."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ErrorLine:
 
     @property
     def description(self) -> str:
-        """``job.log:17 rank 3: ValueError: bad``."""
+        """Place, speaker and text of the error: ``job.log:17 rank 3: ValueError: bad``."""
         times = f" ({self.count} times)" if self.count > 1 else ""
         name = f" {self.speaker_name}:" if self.speaker_name else ":"
         return f"{self.line.where}{name} {one_line(self.text)}{times}"
@@ -111,7 +111,11 @@ class ErrorLines:
             self._end = entry.line
 
     def read_line(self, entry: LogEntry, *, may_report: bool) -> None:
-        """Adds the line if it reports an error; it can't (``may_report``) in a traceback or without a typical word."""
+        """Adds the line if it reports an error.
+
+        Args:
+            may_report: False if it can't report one: it has no typical word, or is part of a traceback.
+        """
         text = entry.text
         match = _EVENT.search(text) if may_report else None
         if match is None or _NO_EVENT.search(text):
@@ -134,14 +138,14 @@ class ErrorLines:
         return end is not None and all(line.file == end.file and line.number < end.number for line in last)
 
     def first(self, most: int) -> list[ErrorLine]:
-        """Returns errors to show first: fatal ones before survived ones, causes before effects."""
+        """Returns the errors to show first: fatal errors before survived ones, and causes before effects."""
         return sorted(self.errors(), key=lambda error: (error.survived, error.is_effect))[:most]
 
     def summary(self, shown: str = "") -> tuple[str, ...]:
-        """Summarizes a log that nothing else explains: its first errors, or else warnings.
+        """Summarizes a log that nothing else explains: its first errors or, if there are none, its first warnings.
 
         Args:
-            shown: Text that cites lines already shown.
+            shown: Text that has been shown already; lines that it cites are left out.
         """
         first = [error for error in self.first(MOST_EVENTS) if f"[{error.line.where}]" not in shown][:_MOST_SHOWN]
         if shown and all(error.is_effect for error in first):  # effects of what is already shown

@@ -1,4 +1,4 @@
-"""Builds the evidence for a verdict from a log's reports."""
+"""Builds the evidence for a verdict from the reports in a log."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from safelaunch.verdict.exits import BAD_OPTIONS, FAULT_SIGNALS
 def log_evidence(
     collector: ReportCollector, names: Sequence[str], count: int, *, may_be_caught: bool = False
 ) -> EvidenceSource:
-    """Returns the evidence in the output of a job.
+    """Returns the evidence found in a job's output.
 
     Args:
-        may_be_caught: The last error counts even if its process printed more afterwards.
+        may_be_caught: True if the last error counts even if its process printed more output afterwards.
     """
     job, assignment = collector.job, RankAssignment.of(collector.job)
     stalled = collector.calls.add_stalls(assignment.outputs)
@@ -151,7 +151,7 @@ def _failed(rank: RankEvidence) -> bool:
 
 
 def _name_groups(ranks: Mapping[int, SpeakerOutput]) -> None:
-    """Names unnamed groups after the only group with a similar call, or else the default group."""
+    """Assigns each report without a group name to the only group with a similar call, or else to the default group."""
     named_reports = [
         (name, report) for rank in ranks.values() for name, report in rank.groups.items() if name != UNNAMED
     ]
@@ -172,7 +172,7 @@ def _name_groups(ranks: Mapping[int, SpeakerOutput]) -> None:
 
 
 def _groups(ranks: Mapping[int, SpeakerOutput]) -> dict[str, tuple[int, ...]]:
-    """Returns the members of each group, if all of them reported their group rank."""
+    """Returns the members of each group whose members all reported their rank in the group."""
     places: dict[str, dict[int, int]] = {}
     for rank, output in ranks.items():
         for name, report in output.groups.items():
@@ -202,12 +202,14 @@ def _seconds_between(first: str, second: str) -> float:
 
 
 def _failure_delay_s(end: RankEnd, times: Mapping[str, str]) -> float:
-    """Returns a surrogate for the time at which a rank failed: 0 for ranks that might have failed first.
+    """Returns a substitute for the time at which a rank failed; 0 for ranks that might have failed first.
 
-    1 or 2: it failed later by its host's summary. 3: failures on another host began a minute earlier. torchrun polls
-    its ranks and gives all that ended since the last poll the same second; its "first observed failure" is the lowest
-    rank of these. A peer's exit doesn't cause a fatal signal, but a fatal signal makes peers exit, so the others of
-    that second get 0.5.
+    1 or 2 mean that the rank failed later, according to its host's summary. 3 means that failures on another host began
+    at least a minute earlier.
+
+    torchrun polls its ranks, and reports the same second for all that ended since the last poll; its "first observed
+    failure" is the lowest of these ranks. A rank isn't killed by a fatal signal because a peer exited, but peers exit
+    if a rank is killed by one. Therefore, of the ranks that ended in that second, those not killed by a signal get 0.5.
     """
     first = times.get(end.host, "")
     if not end.time or not first:

@@ -1,4 +1,4 @@
-"""Reads logs and saved stacks for ``diagnose PATH``, together with the dumps in the same folder."""
+"""Reads logs and saved stacks for ``diagnose PATH``, together with Flight Recorder dumps in the same folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Texts:
         return is_log(path)
 
     def bounds(self, paths: Sequence[Path]) -> ReadLimits:
-        """Allows files of any size: their evidence is small."""
+        """Allows files of any size, because little evidence is kept from each."""
         size = sum(path.stat().st_size for path in paths)
         return ReadLimits(_LOG_BYTES, cpu_s=30 + (size >> 22))
 

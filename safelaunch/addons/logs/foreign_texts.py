@@ -1,4 +1,4 @@
-"""Recognizes texts that aren't a job's output."""
+"""Recognizes text files that aren't the output of a job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PROSE = re.compile(r"[-*#>\s]*(?:[^\W\d_][\w'’-]*[.,;:!?)]* +\(?){4,}[^\W\d_]
 
 
 def reject_foreign_texts(paths: Sequence[Path], root: Path | None, printed: EvidenceSource) -> None:
-    """Raises Unreadable if no job printed these texts."""
+    """Raises Unreadable if none of these text files is the output of a job."""
     kinds = dict.fromkeys(map(_kind_of, paths))
     they_are = "it is" if len(paths) == 1 and root is None else "they are" if root is None else "its logs are"
     if [*kinds] == [_EMPTY]:

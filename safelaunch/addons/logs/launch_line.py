@@ -1,8 +1,8 @@
-"""Finds the command that started a job in its output, and translates it to safelaunch.
+"""Finds the command that started a job in the job's output, and translates it to safelaunch.
 
 Shells (``set -x``, prompts), launchers (DeepSpeed's ``cmd = ...``), ``subprocess`` errors and manifests print such
-commands. torchrun's options are also safelaunch's. Other launchers, and scripts that start their own ranks, run
-unchanged under ``safelaunch exec``. If srun starts the ranks, it starts one safelaunch per rank.
+commands. A torchrun command keeps its options, because safelaunch accepts them. Other launchers, and scripts that start
+their own ranks, run unchanged under ``safelaunch exec``. If srun starts the ranks, it starts one safelaunch for each.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _STORE, _STORE_ON_HOST = "--cluster-store=29700", "--cluster-store=HOST:29700"  
 
 
 def launch_of(text: str) -> tuple[str, ...]:
-    """Returns the command that runs the line's job under safelaunch; empty if it shows no launch.
+    """Returns the command that runs the job of this line under safelaunch; empty if the line shows no launch.
 
     Args:
-        text: One line without prefixes, or a command in several lines that end in backslashes.
+        text: One line without prefixes, or a command of several lines that end in backslashes.
     """
     if (".py" not in text and "-m" not in text) or len(text) > _MOST or not _HINT.search(text):
         return ()
@@ -56,7 +56,10 @@ def launch_of(text: str) -> tuple[str, ...]:
 
 
 def best_launch(current: tuple[str, ...], text: str) -> tuple[str, ...]:
-    """Returns the better of two launches: the first launcher, else the last script, as others might prepare data."""
+    """Returns the better of two launches: the first that uses a launcher, else the last script.
+
+    Earlier scripts might only prepare data.
+    """
     return (launch_of(text) if not current or _is_script(current) else ()) or current
 
 
@@ -65,7 +68,7 @@ def _is_script(launch: Sequence[str]) -> bool:
 
 
 def _commands(text: str) -> Iterator[list[str]]:
-    """Yields the commands in a shell line or printed list, if complete."""
+    """Yields the complete commands in a shell line or in a printed list."""
     is_list = text.startswith("[")
     if not is_list and ("$(" in text or "`" in text or text.endswith("\\")):
         return
@@ -79,7 +82,7 @@ def _commands(text: str) -> Iterator[list[str]]:
 
 
 def _under_safelaunch(words: Sequence[str]) -> tuple[str, ...]:
-    """Returns a command under safelaunch, with its variables and wrappers (srun); empty if it starts no job."""
+    """Converts a command to run under safelaunch, keeping variables and wrappers (srun); empty if it starts no job."""
     names = [word.rpartition("/")[2] if not word.startswith("-") else "" for word in words]
     assigned = next((n for n, word in enumerate(words) if not _ASSIGNED.match(word)), 0)
     at = next((n for n, name in enumerate(names) if n >= assigned and _PROGRAM.fullmatch(name)), -1)
@@ -93,11 +96,11 @@ def _under_safelaunch(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _translated(words: Sequence[str], name: str, in_srun: bool) -> tuple[str, ...]:
-    """Returns the translated command.
+    """Converts a command to run under safelaunch; empty if it starts no job.
 
     Args:
         words: The command, starting with its program.
-        in_srun: srun starts the command once per task.
+        in_srun: True if srun starts the command once per task.
     """
     options = next((n for n, word in enumerate(words[1:], 1) if not word.startswith("-") or word == "-m"), len(words))
     of_python, arguments = name.startswith("python"), words[options:]

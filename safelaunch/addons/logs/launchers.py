@@ -1,4 +1,4 @@
-"""Parses reports of launchers, shells, clusters and the kernel about the end of processes."""
+"""Parses what launchers, shells, clusters and the kernel report about the end of processes."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class Launchers:
             job.world = max(job.world, min(int(match["world"]), MAX_RANKS))
 
     def end_block(self, output: SpeakerOutput, speaker: Speaker | None) -> None:
-        """Records a failure from torchrun's summary, which ends with this line."""
+        """Records a failure from torchrun's summary, which this line completes."""
         block, output.block = output.block, {}
         rank = re.match(r"(\d+)", block.get("rank", ""))
         code = re.match(r"(-?\d+)(?: +\(pid: (\d+)\))?", block.get("exitcode", ""))
@@ -177,7 +177,10 @@ class Launchers:
                 self.job.first_ranks[speaker] = int(rank[1]) - int(local[1])
 
     def earlier_failure(self, entry: LogEntry) -> LogLine | None:
-        """Returns a launcher's first failure, if this line reports another: it restarted its ranks in between."""
+        """Returns the launcher's previous failure if this line reports a new one: the ranks were restarted in between.
+
+        Otherwise returns None.
+        """
         launcher = _LAUNCHER_PID.match(entry.text) if _EXIT.search(entry.text) else None
         if launcher is None:
             return None
@@ -189,7 +192,7 @@ class Launchers:
         return before
 
     def note_restart(self, entry: LogEntry) -> bool:
-        """Forgets the ranks' ends if torchrun restarts them, and returns whether it does."""
+        """If the line reports that torchrun restarts its ranks, forgets how they ended, and returns True."""
         if "orker group" not in entry.text or not _RESTART.search(entry.text):
             return False
         self.job.ends.clear()
@@ -197,7 +200,7 @@ class Launchers:
         return True
 
     def note_exception(self, traceback: OpenTraceback, error: RankException) -> bool:
-        """Records an exception of a launcher or of a failed rendezvous; returns False if a rank raised it."""
+        """Records an exception raised by a launcher or a failed rendezvous; returns False if a rank raised it."""
         job, kind, line = self.job, error.type.rpartition(".")[2], traceback.line
         files = [fr.normal(frame.file) for frame in error.frames]
         of_launcher = any(file.endswith(_LAUNCHERS) for file in files)
@@ -345,7 +348,7 @@ class Launchers:
                 job.unplaced.setdefault(f"process {match['pid']}", finish)
 
     def _note_rendezvous(self, raised_error: RankException, line: LogLine) -> None:
-        """Records a failed rendezvous, and the store's address if it didn't answer."""
+        """Records a failed rendezvous, and the store's address if the store didn't respond."""
         match = _STORE_ADDRESS.search(raised_error.message) or _STORE_ADDRESS.search(raised_error.text)
         earlier = self.job.rendezvous
         if earlier is None or (match and not earlier.store):

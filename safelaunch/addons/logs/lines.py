@@ -1,4 +1,4 @@
-"""Finds log files and reads the lines that might matter."""
+"""Finds log files, and reads those lines that might matter."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _DEEPEST, _MOST_FILES = 6, 4096
 
 
 def is_log(path: Path) -> bool:
-    """Returns whether the path is stdin or a regular text file, possibly compressed. Raises OSError."""
+    """Returns whether the path is stdin, or a regular text file that may be compressed. Raises OSError."""
     if path == STDIN:
         return True
     if not path.is_file():
@@ -78,7 +78,7 @@ def is_log(path: Path) -> bool:
 
 
 def logs_in(folder: Path) -> list[Path]:
-    """Returns the text files in ``folder`` with names like logs, from torchrun's last attempt only."""
+    """Returns the text files in ``folder`` with names typical of logs; for torchrun's logs, only the last attempt's."""
     attempts: dict[Path, int] = {}
     for path in islice(_files_below(folder, _DEEPEST), _MOST_FILES):
         if _NAMES.search(path.name) and is_log(path):
@@ -105,7 +105,7 @@ def _open_file(path: Path) -> BinaryIO:
 
 
 def read_lines(path: Path, name: str) -> Iterator[LogLine | None]:
-    """Yields the first and last lines of a file and those that might matter; None for a gap."""
+    """Yields the first and last lines of a file, and the lines in between that might matter; None stands for a gap."""
     number, open_still, first, shapes = 0, True, True, _Shapes()
     with _open_file(path) as file:
         for part, last in _blocks(file):
@@ -127,7 +127,7 @@ def read_lines(path: Path, name: str) -> Iterator[LogLine | None]:
 
 
 class _Shapes:
-    """Shapes: lines without digits. Checking only new shapes is ten times as fast as checking all lines of a job."""
+    """Shapes are lines without their digits. Checking only new shapes is ten times as fast as checking every line."""
 
     def __init__(self) -> None:
         self._harmless: set[bytes] = set()
@@ -162,7 +162,7 @@ _FORMS = re.compile(
 
 
 def _blocks(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """Yields blocks of whole lines, each with True if it is the last. The last block is never short."""
+    """Yields blocks of whole lines, each with True if it is the last one. The last block is never short."""
     decode: Callable[[bytes], bytes]
     decode, pending, unfinished = bytes, b"", b""
     if file.peek(2).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # type: ignore[attr-defined]
@@ -236,7 +236,7 @@ _MARKS = " \t>|"
 
 
 def common_quote(lines: Iterable[str]) -> str:
-    """Returns the blanks and marks (``> ``, ``| ``) with which all non-empty lines begin."""
+    """Returns the blanks and quotation marks (``> ``, ``| ``) that all non-empty lines begin with."""
     filled = [line for line in lines if line.strip(_MARKS + "\r\n")]
     first, last = min(filled, default=""), max(filled, default="")
     marks = len(first) - len(first.lstrip(_MARKS))

@@ -1,4 +1,4 @@
-"""Reads a job's log files as evidence, whatever launched the job."""
+"""Reads a job's log files as evidence, no matter what launched the job."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from safelaunch.bundle.reading.files import Unreadable, cannot_be_read
 
 
 def read_logs(paths: Sequence[Path], root: Path | None = None) -> EvidenceSource:
-    """Returns the evidence in log files, without ranks if they report no end. Raises Unreadable.
+    """Returns the evidence in log files; it lists no ranks if the files don't report how any ended. Raises Unreadable.
 
     Args:
-        root: Folder to which names are relative; without it, only file names are used.
+        root: Folder that file names in the evidence are relative to; None shows only the last part of each path.
     """
     collector, count, is_output = ReportCollector(), 0, False
     names = [str(path.relative_to(root)) if root is not None else path.name for path in paths]
@@ -49,7 +49,7 @@ def read_logs(paths: Sequence[Path], root: Path | None = None) -> EvidenceSource
 
 
 def _read_file(path: Path, name: str, collector: ReportCollector, speaker: Speaker | None) -> tuple[int, bool]:
-    """Returns the number of lines, and whether the file is empty or looks like a job's output."""
+    """Reads a file. Returns its number of lines, and whether it is empty or looks like a job's output."""
     lines = read_lines(path, name)
     first = list(islice(lines, 200))
     quote = common_quote(line.text for line in first if line is not None)

@@ -1,6 +1,6 @@
-"""Holds the facts in a log: per speaker, per ended rank, and for the whole job.
+"""Collects the facts in a log: per speaker (a process or node that prints), per ended rank, and for the whole job.
 
-They keep only what bears on an end, so logs of any size take little memory.
+Only facts that can explain an end are kept, so logs of any size take little memory.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SpeakerOutput:
 
     @property
     def end(self) -> LogLine | None:
-        """Line at which the process seems to have ended."""
+        """The line at which the process seems to have ended, or None."""
         return self.errors[-1][0].line if self.errors else self.crashes[-1].line if self.crashes else None
 
     def fail(self, line: LogLine, kind: str, what: str) -> None:
@@ -88,13 +88,17 @@ class SpeakerOutput:
         self.timed_out = False
 
     def restart_after(self, number: int) -> None:
-        """Moves errors before the restart on line ``number`` to ``earlier``."""
+        """Moves the errors that precede a restart, reported on line ``number``, to ``earlier``."""
         self.earlier += [pair for pair in self.errors if pair[0].line.number < number]
         self.errors = [pair for pair in self.errors if pair[0].line.number > number]
         self.crashes = [crash for crash in self.crashes if crash.line.number > number]
 
     def final_error(self, *, has_failed: bool) -> tuple[OpenTraceback, RankException] | None:
-        """Returns the last exception if it ended the process (``has_failed`` if another source reports its failure)."""
+        """Returns the last exception if it ended the process, else None.
+
+        Args:
+            has_failed: True if another source reports that the process failed.
+        """
         return self.errors[-1] if self.errors and self.after.is_end(self.errors[-1][1], has_failed=has_failed) else None
 
     def final_crash(self, *, has_failed: bool) -> Crash | None:
@@ -147,7 +151,7 @@ class LoggedJob:
         return first_failure(text for _, text in self.nccl_messages)
 
     def process(self, speaker: Speaker | None, line: LogLine) -> SpeakerOutput:
-        """Returns the speaker's output record; creates it if ``line`` is its first."""
+        """Returns the speaker's record of output; creates it if ``line`` is the speaker's first."""
         if (output := self.outputs.get(speaker)) is None:
             output = self.outputs.setdefault(
                 speaker if len(self.outputs) < _MOST_SPEAKERS else None, SpeakerOutput(line)
@@ -168,7 +172,7 @@ class LoggedJob:
             self.remarks.setdefault(" ".join(text.split())[:_MOST_REMARK], line.where)
 
     def nodes(self) -> set[Speaker | None]:
-        """Returns speakers that stand for several ranks: launchers, and prefixes with local ranks."""
+        """Speakers that stand for several ranks: launchers, and prefixes that contain only a local rank."""
         local = (name.partition(LOCAL)[0] for name in self.outputs if isinstance(name, str) and LOCAL in name)
         speakers = {*self.files, *self.failed_speakers, *(end.reporter for end in self.ends.values()), *local}
         tasks = {name for name in self.outputs if isinstance(name, str) and name.isdigit()}
@@ -191,7 +195,7 @@ class LoggedJob:
         return int(name) if name.isdecimal() and len(name) < 6 else None
 
     def restore_previous_attempt(self) -> None:
-        """Restores the previous attempt's root errors if the last attempt raised only effects."""
+        """Restores the root errors of the previous attempt if the last attempt raised only consequences."""
         if all(is_consequence(error) for output in self.outputs.values() for _, error in output.errors):
             for output in self.outputs.values():
                 output.errors = [pair for pair in output.earlier if not is_consequence(pair[1])] or output.errors
@@ -212,7 +216,7 @@ class LoggedJob:
         return bool(raisers)
 
     def note_failed_rendezvous(self) -> None:
-        """Records a failed rendezvous if an unnamed process ended unable to reach its store."""
+        """Records a failed rendezvous if a process without a known rank ended because it couldn't reach its store."""
         output = self.outputs.get(None)
         if (
             self.rendezvous is None
@@ -227,12 +231,12 @@ class LoggedJob:
 
 
 def of_shell(code: int) -> int:
-    """Converts a shell's or container's exit code (128 + signal) to a returncode."""
+    """Converts an exit code from a shell or container (128 + signal) to Python's returncode (-signal)."""
     return 128 - code if 128 < code < 160 else code
 
 
 def was_terminated(code: int) -> bool:
-    """Returns whether SIGTERM ended the process: launchers send it to the remaining ranks."""
+    """Returns whether SIGTERM ended the process, which launchers send to the remaining ranks after a failure."""
     return of_shell(code) == -signal.SIGTERM
 
 

@@ -1,8 +1,8 @@
 """Determines which rank, process, container or node printed a line.
 
 Launchers nest prefixes: ``[rank3]:``, ``[default3]:``, `` 3: `` (``srun -l``), ``[1,3]<stderr>:`` (``mpirun``),
-``(Worker pid=…)`` (Ray), ``[pod/…]`` (``kubectl``), ``host: `` (``pdsh``), ``worker-1  | `` (Docker Compose). They are
-removed one at a time; torch's ``[rank3]`` wins. Other prefixes, such as torchrun's
+``(Worker pid=…)`` (Ray), ``[pod/…]`` (``kubectl``), ``host: `` (``pdsh``), ``worker-1 | `` (Docker Compose). Prefixes
+are removed one at a time; if several name a rank, torch's ``[rank3]`` wins. Other prefixes, such as those of torchrun's
 ``--log-line-prefix-template``, are learned from tracebacks.
 """
 
@@ -128,16 +128,16 @@ class PrefixParser:
 
 
 def has_rank_field(lines: Sequence[str]) -> bool:
-    """Returns whether most lines name a rank in the same place, as a logger's format does."""
+    """Returns whether most lines contain a rank in the same position, as in a logger's format."""
     texts = [line for line in lines if _TIME.match(line)] or [line for line in lines if line.strip()]
     fields = [field for line in texts if (field := _RANK_FIELD.match(line))]
     return len(fields) > 3 and 2 * len(fields) > len(texts)
 
 
 def _template(prefix: str, ahead: Iterable[LogLine | None]) -> re.Pattern[str] | None:
-    """Returns a pattern for prefixes like ``prefix``, if a traceback's frames have them, too.
+    """Returns a pattern for prefixes similar to ``prefix``, if the frames of a traceback have such prefixes, else None.
 
-    The number with the most distinct values is the rank.
+    The number in the prefix that has the most different values is the rank.
     """
     parts, digits = [re.escape(piece) for piece in re.split(r"\d{1,6}", prefix)], r"(\d{1,6})"
     quoted = re.compile(rf'{digits.join(parts)}(?:  File ".*", line \d+|Traceback \(most)')
@@ -159,7 +159,7 @@ _REST_OF_LINE = re.compile(r"[ \w(][^\[]")
 
 
 def join_wrapped(line: LogLine, following: LogLine | None) -> LogLine | None:
-    """Returns a c10d line joined with its continuation, if a terminal wrapped it; else None."""
+    """Returns a c10d line joined with its continuation if a terminal wrapped it, else None."""
     if following is None or following.number != line.number + 1 or "ProcessGroup" not in line.text:
         return None
     if not _CUT_LINE.match(line.text) or not _REST_OF_LINE.match(following.text) or _TIME.match(following.text):
@@ -169,7 +169,7 @@ def join_wrapped(line: LogLine, following: LogLine | None) -> LogLine | None:
 
 
 def speakers_by_file(names: Sequence[str]) -> dict[str, Speaker]:
-    """Returns speakers given by file names. A number is a rank only if files count from 0 or 1 without gaps."""
+    """Returns file name → speaker. A number is a rank only if the files are numbered from 0 or 1 without gaps."""
     speakers: dict[str, Speaker] = {}
     numbered: dict[str, dict[int, str]] = {}
     for name in names:
@@ -189,9 +189,9 @@ def speakers_by_file(names: Sequence[str]) -> dict[str, Speaker]:
 
 
 def host_pattern(lines: Sequence[str]) -> re.Pattern[str] | None:
-    """Returns a pattern for node, task or container names with which nearly all lines begin.
+    """Returns a pattern for the node, task or container names with which nearly all lines begin; None if they don't.
 
-    It also matches names that differ only in their numbers. The launcher's first lines might have no name.
+    It also matches other names that differ only in their numbers. The launcher's first lines may lack a name.
     """
     matches = [_HOST.match(line) for line in lines if line.strip()]
     matches_from_first = [match for match in dropwhile(lambda match: match is None, matches) if match is not None]

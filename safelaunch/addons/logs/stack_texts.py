@@ -1,12 +1,12 @@
-"""Finds the stacks of processes in pasted text, in any order.
+"""Finds the stacks of processes in pasted text. It understands the output of these tools, in any order:
 
 - ``py-spy dump``, also ``--native``, ``--json`` and ``--subprocesses``; ``py-spy record -f raw``
 - ``faulthandler``, also as torch calls it
 - gdb's ``py-bt`` and ``thread apply all py-bt``; Python frames of ``thread apply all bt``
 - ``pystack remote``, also ``--native``
 
-Lines between stacks can name the process: ``=== PID 7 ===``, ``--- rank 3 ---``, ``RANK=3``, ``$ py-spy dump --pid 7``.
-A prefix of each line can, too: ``[rank3]: ``.
+Lines between stacks can identify the process: ``=== PID 7 ===``, ``--- rank 3 ---``, ``RANK=3``, ``$ py-spy dump --pid 7``.
+So can a prefix of each line: ``[rank3]: ``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SavedThread:
 
     @property
     def is_main(self) -> bool:
-        """True if this thread runs the script, by its name or else its outermost frame."""
+        """True if this thread runs the script, judging by its name or else by its outermost frame."""
         python = [frame for frame in self.frames if frame.line]
         return self.name == MAIN or bool(not self.name and python and python[-1].function in _SCRIPTS)
 
@@ -122,7 +122,7 @@ _LIBRARY = re.compile(
 
 
 def processes_in(text: str) -> tuple[list[SavedProcess], float]:
-    """Returns the processes in the text, and the share of the text that is stacks (0 to 1)."""
+    """Returns the processes in the text, and the fraction of the text that consists of stacks (0 to 1)."""
     if not _SIGNS.search(text):
         return [], 0.0
     lines = [_LINE_NUMBER.sub("", line) for line in _COLOURS.sub("", text).splitlines()]
@@ -149,11 +149,11 @@ def _split_prefix(line: str) -> tuple[str, str]:
 
 
 class _StackReader:
-    """Reads the stacks in lines with the same prefix.
+    """Reads the stacks in lines that have the same prefix.
 
     Attributes:
-        used: Number of lines in stacks of live processes.
-        _open: Thread that gets the next frames, form of its frames, and whether the innermost comes last.
+        used: Number of lines that belong to stacks of live processes.
+        _open: Thread to which the next frames belong, their format, and whether the innermost one comes last.
         _before: Lines since the last stack.
     """
 
@@ -279,7 +279,7 @@ class _StackReader:
 
 
 def _frame(raw: str, style: re.Pattern[str]) -> Frame | None:
-    """Returns the frame in this line; native frames have line 0."""
+    """Returns the frame in this line, or None; native frames have line 0."""
     if (match := style.match(raw)) is None:
         return None
     fields = match.groupdict()
@@ -364,7 +364,7 @@ def _is_raw(line: str) -> bool:
 
 
 def _from_raw(lines: Sequence[str]) -> Iterator[SavedProcess]:
-    """Yields processes from lines with a stack, outermost frame first, and its number of samples."""
+    """Yields processes from lines that contain a stack, outermost frame first, followed by its number of samples."""
     counted: dict[tuple[str, ...], list[tuple[list[str], int]]] = {}
     for line in lines:
         stack, _, count = line.rpartition(" ")
@@ -391,7 +391,7 @@ def _number(text: str) -> int:
 
 
 def _common_calls(samples: Sequence[tuple[list[str], int]]) -> list[str]:
-    """Returns the calls, outermost first, that most samples share."""
+    """Returns the calls that most samples have in common, outermost first."""
     total, calls = sum(count for _, count in samples), list[str]()
     while True:
         counts: dict[str, int] = {}
@@ -405,7 +405,7 @@ def _common_calls(samples: Sequence[tuple[list[str], int]]) -> list[str]:
 
 
 def _library_path(path: str) -> str:
-    """Completes a library's path, such as ``threading.py`` or ``torch/nn/modules/module.py``."""
+    """Returns the full path of a shortened library path such as ``threading.py`` or ``torch/nn/modules/module.py``."""
     first = PurePosixPath(path).parts[:1]
     if path.startswith("/") or not first:
         return path

@@ -1,7 +1,7 @@
-"""Reads saved or pasted stacks, and determines the rank of each.
+"""Reads saved or pasted stacks, and determines which rank each belongs to.
 
-A rank comes from a file name, a preceding line, a line prefix, or the process's title or command line. Without one, or
-if two processes have the same, the process is labelled by its pid, host or title. Workers and launchers aren't ranks.
+The rank is found in a file name, a preceding line, a line prefix, or the process's title or command line. If it isn't,
+or if two processes have the same rank, they are labelled by pid, host or title. Workers and launchers aren't ranks.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _evidence(rank: int, stack: _ProcessStack) -> RankEvidence:
 
 
 def _identify(processes: Sequence[SavedProcess], name: str, rank: int | None) -> Iterator[tuple[object, _ProcessStack]]:
-    """Yields the processes of a file, each with an identifying key. ``rank`` comes from the file name."""
+    """Yields the processes of a file, each with a key that identifies it. ``rank`` is the one in the file's name."""
     host = ""
     for at, process in enumerate(processes):
         host = _host(process) or ("" if process.hints else host)
@@ -171,7 +171,7 @@ def _text(path: Path) -> str:
 
 
 def _is_complete(process: SavedProcess) -> bool:
-    """Returns whether the innermost frame is there. Without a header, only a library's frame shows that."""
+    """Returns whether the stack contains the innermost frame. If it has no header, only a library frame shows that."""
     main = process.main
     return (
         main is not None
@@ -209,9 +209,9 @@ def _kind(process: SavedProcess) -> str:
 
 
 def _ranks_among(stacks: Sequence[_ProcessStack]) -> tuple[list[_ProcessStack], list[_ProcessStack]]:
-    """Returns possible ranks, with their workers, and the remaining processes.
+    """Returns the processes that might be ranks, with their workers, and the remaining processes.
 
-    A worker with an unknown parent belongs to the process that waits for its workers, if there is exactly one.
+    A worker whose parent is unknown belongs to the process that waits for workers, if there is exactly one.
     """
     ranks = [stack for stack in stacks if not stack.kind]
     by_pid = {rank.process.pid: rank for rank in ranks if rank.process.pid}
@@ -274,7 +274,7 @@ def _world(stacks: Iterable[_ProcessStack]) -> int:
 
 
 def _labels(processes: Sequence[_ProcessStack]) -> list[str]:
-    """Returns labels: ``process 7``, ``process 7 (engine::scheduler)``, ``process 1 of worker-2``, ``stack 3``."""
+    """Labels processes: ``process 7``, ``process 7 (engine::scheduler)``, ``process 1 of worker-2``, ``stack 3``."""
     pids = Counter(process.process.pid for process in processes)
     labels = [_label(process, is_only=pids[process.process.pid] == 1) for process in processes]
     counts = Counter(labels)
@@ -296,7 +296,7 @@ def _label(stack: _ProcessStack, *, is_only: bool) -> str:
 
 
 def _host(process: SavedProcess) -> str:
-    """Returns the pod, container or node named before the stack."""
+    """Returns the pod, container or node named before the stack; empty if none is."""
     for hint in reversed(process.hints):
         words = hint.strip(" =#*~+-$%:<>").split()
         at = next((n for n, word in enumerate(words) if word in ("exec", "ssh")), None)

@@ -1,4 +1,4 @@
-"""Parses tracebacks and fatal signals, and decides whether the process continued after them."""
+"""Parses tracebacks and fatal signals, and decides whether their process continued afterwards."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class OpenTraceback:
     is_local: bool = False  # ``rank`` is local to a node
 
     def take(self, text: str, *, timed: bool) -> bool:
-        """Adds the next line if it belongs to the traceback, and returns whether it does.
+        """Adds the next line if it belongs to the traceback; returns whether it does.
 
-        A line with a time belongs to another message if the first line had none.
+        If the traceback's first line had no time, a line that has one belongs to another message.
         """
         if timed and not self.entry.timed and self.state != "frames":
             return False
@@ -135,7 +135,7 @@ class OpenTraceback:
 
 @dataclass
 class LinesAfter:
-    """Counts a speaker's lines after an exception, to determine whether it was caught."""
+    """Counts the lines that a speaker prints after an exception, to find out whether the exception was caught."""
 
     lines: int = 0
     usual: int = 0  # lines like earlier ones; others might continue the message
@@ -187,7 +187,7 @@ SIGNALS = {
 
 @dataclass
 class Crash:
-    """Output of faulthandler or the interpreter at a fatal signal."""
+    """What faulthandler or the interpreter printed at a fatal signal."""
 
     line: LogLine
     lines: list[str]
@@ -195,7 +195,7 @@ class Crash:
 
     @property
     def signal(self) -> int:
-        """Signal that ended the process; the interpreter's own fatal errors end it with SIGABRT."""
+        """Signal that ended the process. The interpreter's own fatal errors end it with SIGABRT."""
         return SIGNALS.get(self.lines[0].removeprefix(FATAL).strip(), signal.SIGABRT)
 
     def take(self, text: str, *, from_script: bool) -> None:

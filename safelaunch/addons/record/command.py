@@ -31,7 +31,7 @@ LARGEST_RECORDING = 64 << 20
 
 
 def main(argv: list[str]) -> int:
-    """Prints the verdict and the folder. Returns 0 with samples, 1 without, 2 for an unknown RUN."""
+    """Prints the verdict and the folder. Returns 0, or 1 if there are no samples, 2 if RUN doesn't exist."""
     args = parser().parse_args(argv)
     earlier = _earlier(args.compare) if args.compare else None
     run = choose(look(our_roots()), args.run, "record")
@@ -142,7 +142,7 @@ def _files(recorded: Any) -> dict[str, str]:
 
 
 def _write(directory: Path, run_name: str, at_unix_s: float, files: Mapping[str, str]) -> Path:
-    """Writes the folder atomically, readable only by this user. Raises SafelaunchError."""
+    """Writes the folder completely or not at all, readable only by this user. Raises SafelaunchError."""
     from safelaunch.bundle.publication import name_of
 
     target = directory / name_of(run_name, at_unix_s, "record")
@@ -161,7 +161,7 @@ def _write(directory: Path, run_name: str, at_unix_s: float, files: Mapping[str,
 
 
 def _publish(staged: Path, target: Path) -> Path:
-    """Renames the folder. Clients that share samples get separate folders."""
+    """Renames the folder; returns its final path, which differs from ``target`` if another client took that name."""
     for number in range(1, 100):
         name = target if number == 1 else target.with_name(f"{target.name}-{number}")
         try:

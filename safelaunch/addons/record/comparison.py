@@ -1,4 +1,4 @@
-"""Compares two recordings of a job: which lines take longer now."""
+"""Compares two recordings of a job to show which lines take longer now."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROWTH_SIGMAS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Change of one line, in seconds per step; in shares of the time if a recording has no steps."""
+    """How much longer one line takes, in seconds per step; in shares of the time if a recording has no steps."""
 
     place: CodeLocation
     frame: Frame | None

@@ -11,7 +11,7 @@ from safelaunch.addons.record.slowness import TimeFinding
 
 
 class RankDocument(msgspec.Struct, frozen=True):
-    """Shares of a rank's time (0 to 1): waiting for peers, holding the GIL, and each kind of activity."""
+    """Shares of a rank's time (0 to 1) spent waiting for peers, holding the GIL, and in each kind of activity."""
 
     rank: int
     waits: float
@@ -34,7 +34,7 @@ class RecordDocument(msgspec.Struct, frozen=True):
 
 
 def document(recorded: RecordingReport, run: str, folder: str) -> RecordDocument:
-    """Returns the --json document of a recording of ``run`` with its files in ``folder``."""
+    """Returns the --json document of a recording of ``run`` whose files are in ``folder``."""
     slowness, compared = recorded.slowness, recorded.compared
     ranks = [
         RankDocument(

@@ -132,7 +132,7 @@ class _TreeNode:
 
 
 def tree(recording: Recording, frames: Frames) -> list[dict[str, Any]]:
-    """Returns the main threads of all ranks as one tree. Its nodes are runs of frames shared by the same ranks."""
+    """Returns the main threads of all ranks as one tree. Each node is a series of frames shared by the same ranks."""
     stacks, root = StackIndex(recording), _TreeNode(-1, 0.0, 0, {})
     mains = [
         (rank.rank, thread)
@@ -155,7 +155,7 @@ def tree(recording: Recording, frames: Frames) -> list[dict[str, Any]]:
 
 
 def _branches(node: _TreeNode, into: list[dict[str, Any]], left: list[int], many: int) -> None:
-    """Adds branches to ``into``, widest first, at most ``left[0]``."""
+    """Adds at most ``left[0]`` branches to ``into``, widest first."""
     for below in sorted(node.below.values(), key=lambda child: -child.share):
         if left[0] <= 0 or below.share < LEAST_SHARE:
             return

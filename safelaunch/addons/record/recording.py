@@ -1,6 +1,6 @@
-"""Defines and merges recordings: sampled stacks of all ranks of a run.
+"""Defines recordings (sampled stacks of all ranks of a run), and merges them.
 
-Stacks and frames are numbered once per recording. Seconds are sampled time, not CPU time.
+Each stack and frame has one number per recording. Seconds are sampled time, not CPU time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class ThreadRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One thread, with pairs of a stack's number and the seconds spent in it.
+    """One thread. Each list contains pairs: the number of a stack, and the seconds spent in it.
 
-    The three lists are sampled independently, so a stack's ``active`` can slightly exceed its ``stacks``.
+    The three lists are sampled independently, so a stack can have slightly more time in ``active`` than in ``stacks``.
     """
 
     name: str = ""
@@ -75,7 +75,7 @@ def decode(data: bytes) -> Recording:
 
 
 def check(recording: Recording) -> None:
-    """Raises msgspec.ValidationError if a frame's or stack's number is invalid."""
+    """Raises msgspec.ValidationError if the number of a frame or stack is out of range."""
     frames, stacks = len(recording.frames), len(recording.stacks)
     whole = all(0 <= number < frames for stack in recording.stacks for number in stack)
     for thread in threads_of(recording):
@@ -101,7 +101,7 @@ class StackNumbering:
 
 
 def merge(recordings: list[Recording]) -> Recording:
-    """Merges recordings of several nodes. The head, and ranks in several of them, come from the first."""
+    """Merges recordings of several nodes. The head comes from the first, and so does a rank that several contain."""
     numbers = StackNumbering()
     ranks: dict[int, RankRecord] = {}
     for recording in recordings:
@@ -132,7 +132,7 @@ def _renumbered(rank: RankRecord, new: list[int]) -> RankRecord:
 
 
 def shrink(recording: Recording, fits: Callable[[Recording], bool]) -> Recording:
-    """Removes children, then threads and rare stacks, until the recording ``fits``."""
+    """Removes children, then threads and rare stacks, until ``fits`` accepts the recording."""
     if fits(recording):
         return recording
     for most in (None, 200, 30):
@@ -151,7 +151,7 @@ def _noted(recording: Recording) -> Recording:
 
 
 def _shrink_rank(rank: RankRecord, most: int | None) -> RankRecord:
-    """Removes a rank's children; if ``most`` is given, also all but ``most`` stacks of its main threads."""
+    """Removes a rank's children and, if ``most`` is given, all but ``most`` stacks of its main threads."""
 
     def fewer(threads: list[ThreadRecord]) -> list[ThreadRecord]:
         return [

@@ -1,4 +1,4 @@
-"""Builds the rows of a recording's tables: lines by their share of time, and ranks."""
+"""Builds the rows of a recording's tables: lines by their share of the time, and ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RecordingReport:
 
 
 def places(times: Sequence[RankTime], *, waits: bool) -> list[tuple[CodeLocation, float, Frame | None, str]]:
-    """Returns lines by their mean share, largest first, with the ranks seen there."""
+    """Returns lines by their mean share of the time, largest first, each with the ranks that were seen there."""
     every = {place for time in times for place in time.places if place.waits == waits}
     rows = [row for location in every for row in (_by_function if waits else _by_line)(times, location)]
     return sorted((row for row in rows if row[1] >= 0.005), key=lambda row: (-row[1], row[0].function))
@@ -64,7 +64,7 @@ def _by_line(times: Sequence[RankTime], location: CodeLocation) -> list[tuple[Co
 
 
 def rank_rows(times: Sequence[RankTime]) -> list[list[RankTime]]:
-    """Returns rows of ranks: one rank each if there are few, else ranks with similar shares."""
+    """Returns the rows of the table of ranks: one rank each if there are few, else ranks with similar shares."""
     if len(times) <= MOST_ROWS:
         return [[time] for time in times]
     rows: dict[tuple[int, ...], list[RankTime]] = {}

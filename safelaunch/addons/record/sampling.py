@@ -1,8 +1,8 @@
 """Samples many processes at once with ``py-spy record``.
 
-A rank's main process gets three passes: all threads, threads on a CPU, and the thread that holds the GIL. py-spy
-doesn't stop the processes (``--nonblocking``), so it can sample stopped processes and threads in D state, too. A sample
-costs half a millisecond of CPU; ``rate_for`` limits the total to a share of the node.
+The main process of a rank is sampled in three passes: all threads, threads on a CPU, and the thread that holds the GIL.
+Because py-spy doesn't pause the processes (``--nonblocking``), it can also sample processes that are stopped or in D
+state. A sample costs half a millisecond of CPU time; ``rate_for`` limits the total to a share of the node.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def sample(
 
     Args:
         folder: Private folder for py-spy's output.
-        stop: Ends the sampling early.
+        stop: If set, the sampling ends early.
     """
     jobs = [(number, name) for number, process in enumerate(processes) for name in process.passes]
     identities = [identify(process.pid) for process in processes]
@@ -202,7 +202,7 @@ class _SamplerEvent(msgspec.Struct, frozen=True):
 
 
 def from_trace(data: bytes) -> Threads:
-    """Reads ``-f chrometrace --threads``: events that push and pop frames. Raises ValueError."""
+    """Reads the format ``-f chrometrace --threads``, events that push and pop frames. Raises ValueError."""
     threads: Threads = {}
     open_stacks: dict[int, list[tuple[str, Frame]]] = {}
     since: dict[int, int] = {}
@@ -238,10 +238,10 @@ def _tid(text: str) -> int:
 
 
 def from_folded(data: bytes, apart_s: float) -> Threads:
-    """Reads ``-f raw --threads``: folded stacks with their number of samples.
+    """Reads the format ``-f raw --threads``: folded stacks, each with its number of samples.
 
     Args:
-        apart_s: Time between two samples.
+        apart_s: Seconds between two samples.
     """
     threads: Threads = {}
     for text in data.decode("utf-8", "replace").splitlines():
@@ -261,7 +261,7 @@ def _folded_frame(part: str) -> Frame:
 
 
 def records_of(pid: int, passes: dict[str, Threads], numbers: StackNumbering) -> list[ThreadRecord]:
-    """Returns the threads of a process, main thread first."""
+    """Merges the passes over a process into its threads, main thread first."""
     everything, active, gil = (passes.get(name, {}) for name in ("all", "active", "gil"))
     main = (
         pid

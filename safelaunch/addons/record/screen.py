@@ -26,7 +26,7 @@ MOST_LINES = 8
 
 
 def screen(recorded: RecordingReport, width: int) -> str:
-    """Returns the verdict, the ranks, the lines and the missing evidence, in lines of at most ``width``."""
+    """Returns the verdict, ranks, lines of code and missing evidence, as text with at most ``width`` columns."""
     slowness, lines = recorded.slowness, list[str]()
     lines += wrapped(clean(slowness.headline), width)
     if slowness.findings and slowness.findings[0].advice:

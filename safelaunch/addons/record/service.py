@@ -1,6 +1,6 @@
 """Samples the ranks of a live run for ``safelaunch record``.
 
-Each supervisor samples its own ranks and keeps only counted stacks, a few hundred kilobytes. The client makes the
+Each supervisor samples its own ranks and keeps only counts per stack, a few hundred kilobytes. The client computes the
 verdict and the page.
 """
 

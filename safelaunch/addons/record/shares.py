@@ -1,4 +1,4 @@
-"""Computes the shares of a rank's time by activity and line, from its samples."""
+"""Computes, from a rank's samples, the share of its time that each activity and each line takes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ WORKER = "dataloader worker"
 
 @dataclass(frozen=True, slots=True)
 class CodeLocation:
-    """A function of the user's code with its activity. ``waits`` marks the part of a backward that doesn't compute."""
+    """A function in the user's code, and its activity. ``waits`` marks the part of a backward pass spent waiting."""
 
     kind: TimeKind
     what: str
@@ -112,7 +112,7 @@ class GilHolder:
 
 @dataclass(frozen=True)
 class RankTime:
-    """Shares of a rank's recorded time, 0 to 1."""
+    """Shares of a rank's recorded time (0 to 1)."""
 
     rank: int
     samples: int
@@ -215,7 +215,7 @@ def _split_backward(
 
 
 def _holders(main: ProcessRecord, total_s: float, stacks: StackIndex) -> tuple[GilHolder, ...]:
-    """Returns other threads by the time for which they hold the GIL; threads of the same name count as one."""
+    """Returns other threads, ordered by how long they hold the GIL; threads with the same name count as one."""
     stacks_by_name: dict[str, list[tuple[int, float]]] = {}
     for thread in main.threads:
         if not thread.main:

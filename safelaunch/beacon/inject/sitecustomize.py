@@ -14,9 +14,9 @@ def _restore_path(here, env):
 
 
 def _role(env):
-    """Returns ``agent``, ``rank``, ``spawned``, ``unknown_role`` or None.
+    """Returns ``agent``, ``rank``, ``spawned``, ``unknown_role``, or None outside a job.
 
-    A ``spawned`` rank (torchrun --run-path) gets its number later. ``unknown_role``: under safelaunch exec.
+    A ``spawned`` rank (torchrun --run-path) gets its number later. Under safelaunch exec, the role is ``unknown_role``.
     """
     if env.get("SAFELAUNCH_MODE") == "exec":
         return "rank" if env.get("RANK", "").isdigit() else "unknown_role"

@@ -57,7 +57,7 @@ class EarlierVerdict(msgspec.Struct):
 
 
 class BundleFolder:
-    """An untrusted or incomplete bundle. Reading adds to ``problems``."""
+    """An untrusted, possibly incomplete bundle. Reading adds to ``problems``."""
 
     def __init__(self, root: Path, most_bytes: int = MAX_RECORD_BYTES) -> None:
         self.root = root
@@ -65,7 +65,7 @@ class BundleFolder:
         self.problems: list[str] = []
 
     def json(self, name: str, kind: type[_T]) -> _T | None:
-        """Returns the record in a file; None if the file is missing or damaged. Damage is a problem."""
+        """Returns the record in a file; None if the file is missing or damaged. Damage is added to ``problems``."""
         data = self._bytes(name, self._most_bytes)
         if data is None:
             return None
@@ -111,7 +111,7 @@ class BundleFolder:
     def flight_records(self, numbers: Sequence[int], manifest: Manifest) -> dict[int, FlightRecord]:
         """Returns each rank's record from its pickle, which has frames, or else from its JSON.
 
-        Skips recorders for another backend than this job's.
+        Skips recorders of backends that this job doesn't use.
         """
         blind = {artifact.path for artifact in manifest.artifacts if artifact.note == NCCL_ONLY}
         records: dict[int, FlightRecord] = {}
@@ -132,7 +132,7 @@ def is_bundle(path: Path) -> bool:
 
 
 def complete_bundle(roots: Sequence[Path]) -> Path | None:
-    """Returns the bundle with every rank, if the others are parts of it; else None."""
+    """Returns the bundle that has every rank, if all other bundles are parts of it; else None."""
     verdicts = [BundleFolder(root).json("verdict.json", EarlierVerdict) for root in roots]
     places = [verdict.bundle if verdict is not None else None for verdict in verdicts]
     whole = [root for root, place in zip(roots, places, strict=True) if place is not None and place.whole]

@@ -26,9 +26,9 @@ _NAME = re.compile(
 
 
 def read_dumps(folder: Path, root: Path) -> EvidenceSource | None:
-    """Returns the dumps in ``folder``, which is below ``root``; None without dumps.
+    """Returns the dumps in ``folder``, which is below ``root``; None if there are no dumps.
 
-    Other files are skipped silently, but unreadable ones with a dump's name are problems.
+    Files with other names are skipped silently; unreadable files with a dump's name are reported as problems.
     """
     failed: dict[str, str] = {}
     jobs: dict[str, dict[int, _DumpFile]] = {}  # by prefix
@@ -70,7 +70,10 @@ def _real(path: Path, root: Path) -> Path:
 
 
 def parse_some(paths: Sequence[Path]) -> Iterator[FlightRecord | str]:
-    """Yields the record of each file, or its problem. Contents decide, not names."""
+    """Yields each file's record, or its problem as a string.
+
+    Files are recognized by their contents, not their names.
+    """
     shared = flight_dump.DumpParts()
     for path in paths:
         try:
@@ -108,8 +111,8 @@ def _choose_job(
 ) -> tuple[dict[int, _DumpFile], list[str]]:
     """Returns the dumps of one job by rank, and notes about skipped dumps of the same ranks.
 
-    The prefix with the most files wins, including ``failed`` (unreadable) ones, then the newest. Prefixes with other
-    ranks (a name per node) join it, and so do recorders of other backends.
+    Chooses the file name prefix with the most files, including ``failed`` (unreadable) ones, and of equals the newest.
+    Adds prefixes with other ranks (if each node has its own prefix), and recorders of other backends.
     """
 
     def weight(prefix: str) -> tuple[int, float]:

@@ -58,7 +58,7 @@ class EvidenceSource:
     """command that runs the job under safelaunch, derived from a log"""
 
     def read_source(self, path: str) -> str | None:
-        """Returns a source file as the earlier verdict saw it, or else its present contents."""
+        """Returns a source file as the earlier verdict saw it, or else its current contents."""
         if self.source is not None:
             return self.source.get(path) or None
         from safelaunch.capture import user_source
@@ -67,7 +67,7 @@ class EvidenceSource:
 
 
 def evidence_on(outcome: Outcome, ranks: Iterable[RankEvidence], world: int = 0) -> Evidence:
-    """Returns evidence about these ranks. The job has ``world`` ranks, or more if the ranks' numbers show it."""
+    """Returns the evidence on these ranks. The job has ``world`` ranks, or more if the ranks' numbers show it."""
     by_rank = {rank.rank: rank for rank in ranks}
     world = max([world, *(rank + 1 for rank in by_rank)])
     missing = tuple(rank for rank in range(world) if rank not in by_rank)

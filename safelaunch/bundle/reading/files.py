@@ -15,11 +15,11 @@ LINK = "it is a link, and safelaunch follows no links here"
 
 
 class Unreadable(SafelaunchError):
-    """A file isn't what it should be. The message doesn't contain the path, nor ``fix`` a NUL."""
+    """Raised because a file isn't what it should be. The message doesn't contain the path; ``fix`` contains no NUL."""
 
 
 def read_limited(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """Returns the contents of a regular file. Raises Unreadable for other files, or if it is too large.
+    """Returns the contents of a regular file. Raises Unreadable if it is another kind of file, or too large.
 
     The last part of the path can't be a link; ``within`` checks the directories.
     """
@@ -45,9 +45,9 @@ def cannot_be_read(error: OSError) -> Unreadable:
 
 
 def within(root: Path, path: Path) -> Path:
-    """Resolves links in ``path``. Raises Unreadable if they lead out of ``root``, or OSError.
+    """Resolves links in ``path``. Raises Unreadable if they lead outside ``root``, or OSError.
 
-    ``root`` has no unresolved links.
+    ``root`` itself must contain no links.
     """
     real = Path(os.path.realpath(path))
     if not real.is_relative_to(root):

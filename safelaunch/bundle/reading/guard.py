@@ -1,8 +1,8 @@
 """Runs work on untrusted files in a child process with limited memory and CPU time.
 
 A malicious file can kill its reader: a pickle with a dictionary key of a hundred thousand nested tuples, or an archive
-with a header that announces gigabytes. Then only the child dies, and the caller gets a message. CPU time counts,
-because a busy machine or a slow disk isn't malicious.
+with a header that announces gigabytes. Then only the child dies, and the caller gets a message. The limit is on CPU
+time, because a busy machine or a slow disk isn't malicious.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ class ReadLimits:
 
 
 class LimitExceeded(Unreadable):
-    """The work exceeded its limits, or killed its process. ``finished`` values were complete by then."""
+    """Raised because the work exceeded its limits, or killed its process.
+
+    ``finished`` has the values completed by then.
+    """
 
     def __init__(self, message: str, finished: int = 0) -> None:
         super().__init__(message)
@@ -50,7 +53,7 @@ def limit_process(bounds: ReadLimits) -> None:
 
 
 def allow_cpu_time(cpu_s: int) -> None:
-    """Allows this process ``cpu_s`` more seconds of CPU time; then SIGXCPU kills it."""
+    """Allows this process ``cpu_s`` more seconds of CPU time, after which SIGXCPU kills it."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _lower(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + cpu_s)
 
@@ -61,12 +64,12 @@ def _lower(which: int, value: int) -> None:
 
 
 def in_child(work: Callable[[], _T], bounds: ReadLimits) -> _T:
-    """Runs ``work()`` in a child. Raises its Unreadable, or LimitExceeded if the child died early."""
+    """Runs ``work()`` in a child. Raises the Unreadable that it raised, or LimitExceeded if the child died early."""
     return all_in_child(lambda: [work()], bounds)[0]
 
 
 def all_in_child(work: Callable[[], Iterable[_T]], bounds: ReadLimits) -> list[_T]:
-    """Returns all values that ``work()`` yields in a child; see ``in_child``."""
+    """Runs ``work()`` in a child, and returns all values that it yields; see ``in_child``."""
     parent_end, child_end = os.pipe()
     try:
         pid = os.fork()
@@ -98,7 +101,7 @@ def all_in_child(work: Callable[[], Iterable[_T]], bounds: ReadLimits) -> list[_
 
 
 def _run_child(work: Callable[[], Iterable[_T]], bounds: ReadLimits, descriptor: int) -> NoReturn:
-    """Runs in the child and exits directly: unflushed output is the parent's to write."""
+    """Does the work in the child, and exits without flushing output, because the parent writes it."""
     try:
         with open(descriptor, "wb", buffering=0) as pipe:
             limit_process(bounds)

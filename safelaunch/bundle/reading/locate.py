@@ -1,4 +1,4 @@
-"""Finds the kind of evidence at a path, and reads it."""
+"""Determines which kind of evidence is at a path, and reads it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MOST_OF_STDIN = 4 << 30
 def read(path: Path) -> EvidenceSource:
     """Returns the evidence at a path. Raises Unreadable if there is none.
 
-    It can be a bundle or its ``.tar.gz``, a folder of bundles from several nodes, a run directory, or a folder of
+    The path can be a bundle or its ``.tar.gz``, a folder of bundles from several nodes, a run directory, or a folder of
     Flight Recorder dumps.
     """
     with tempfile.TemporaryDirectory(prefix="safelaunch-") as directory:
@@ -41,9 +41,9 @@ def read(path: Path) -> EvidenceSource:
 
 
 def save_stdin(path: Path, scratch: Path) -> Path:
-    """Saves standard input to a file in ``scratch``, because readers need several passes. Raises Unreadable.
+    """Saves standard input to a file in ``scratch``, because it has to be read several times. Raises Unreadable.
 
-    Returns other paths as they are.
+    Returns any other path unchanged.
     """
     if path != STDIN:
         return path
@@ -61,7 +61,7 @@ def save_stdin(path: Path, scratch: Path) -> Path:
 
 
 def folder_of(path: Path, scratch: Path) -> Path:
-    """Returns the directory or log at ``path``, or an archive's contents, unpacked in the empty directory ``scratch``.
+    """Returns the directory or log file at ``path``, or unpacks an archive into the empty directory ``scratch``.
 
     Raises Unreadable.
     """
@@ -110,7 +110,7 @@ def _bytes_of(entry: os.DirEntry[str]) -> int:
 
 
 def read_folder(folder: Path, scratch: Path) -> EvidenceSource:
-    """Returns the evidence in a path from ``folder_of``. Raises Unreadable."""
+    """Returns the evidence at a path that ``folder_of`` returned. Raises Unreadable."""
     try:
         return _read_folder(folder, scratch) if folder.is_dir() else read_files([folder])
     except OSError as error:

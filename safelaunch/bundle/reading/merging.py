@@ -22,7 +22,7 @@ APART_S = 120.0  # tolerance for clocks of different nodes
 
 
 def merge(bundles: Sequence[EvidenceSource], names: Sequence[str]) -> EvidenceSource:
-    """Merges the bundles of one job's nodes, in directories ``names``.
+    """Merges the bundles of one job's nodes. Messages refer to them by ``names``.
 
     Raises Unreadable if they belong to different jobs (a rank is in two bundles, or world sizes differ), or to
     different incidents (the job continued in between).
@@ -81,7 +81,7 @@ def merge(bundles: Sequence[EvidenceSource], names: Sequence[str]) -> EvidenceSo
 def _check_same_incident(bundles: Sequence[EvidenceSource], names: Sequence[str]) -> None:
     """Raises Unreadable if one node made progress after another wrote its bundle.
 
-    Without step counts this is unknown, because nodes can be dumped one after the other.
+    If there are no step counts, this can't be decided, because nodes can be dumped one after the other.
     """
     counted = [
         (bundle, name) for bundle, name in zip(bundles, names, strict=True) if not is_foreign_job(bundle.evidence)

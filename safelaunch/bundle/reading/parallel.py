@@ -50,7 +50,10 @@ def parse_all(
 
 
 class _SequentialReader:
-    """Reads files in a child, one after the other. If a file kills the child, a new one continues after that file."""
+    """Reads files in a child, one after the other.
+
+    If a file kills the child, a new child continues with the next file.
+    """
 
     def __init__(self, parse: _Parse[_T]) -> None:
         self._parse = parse

@@ -1,4 +1,4 @@
-"""Rejects files and folders without evidence."""
+"""Rejects files and folders that contain no evidence."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MAGIC = {
 
 
 def reject_other_data(path: Path) -> None:
-    """Raises Unreadable for binary data of a known kind that isn't an archive."""
+    """Raises Unreadable for binary data of a known kind, unless it is an archive."""
     with path.open("rb") as file:
         head = file.read(1 << 12)
     if head.startswith(b"\x80") or b'"pg_config"' in head:

@@ -29,9 +29,9 @@ NOBODY: Mapping[str, NodeFiles] = {}
 
 
 def about(root: Path, launch: LaunchFacts | None = None, node_files: Mapping[str, NodeFiles] = NOBODY) -> ReportHeader:
-    """Returns the header for reports on a bundle. Skips damaged files, so it never raises.
+    """Returns the header of a report on a bundle. Skips damaged files, so it never raises.
 
-    ``launch`` and ``node_files`` (by host) are read only if not given.
+    ``launch`` and ``node_files`` (by host) are read from the bundle only if not given.
     """
     bundle = BundleFolder(root, MOST_FOR_REPORTS)
     launch = launch or bundle.json("launch.json", LaunchFacts) or LaunchFacts()

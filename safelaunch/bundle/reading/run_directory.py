@@ -1,4 +1,4 @@
-"""Reads a run directory that is left over because everything was killed at once, or the machine was reset."""
+"""Reads a run directory that was left because all processes were killed at once, or the machine was reset."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ MAX_PAGES_BYTES = 1 << 30
 
 
 def read_run(root: Path, scratch: Path) -> EvidenceSource:
-    """Returns the evidence that a run's latest attempt left: pages, exceptions, output, dumps of torch and NCCL.
+    """Returns the evidence that a run's latest attempt left: pages, exceptions, output, and dumps of torch and NCCL.
 
-    Readers for live runs trust the files, map them, and open them for writing, so the files are first copied to the
-    empty directory ``scratch``.
+    The readers are made for live runs: they trust the files, map them, and open them for writing. So the files are
+    first copied to the empty directory ``scratch``.
     """
     from safelaunch.capture import collect  # deferred: slow to import
     from safelaunch.capture.pages import Roster, read_meta
@@ -98,7 +98,10 @@ def _copy(source_run: RunPaths, copied_run: RunPaths) -> Iterator[str]:
 
 
 def _exits(events: list[AgentEvent]) -> dict[int, RankExit]:
-    """Returns ranks' exits. Ranks in the agent's first report ended before it stopped the others."""
+    """Returns each rank's exit.
+
+    Ranks in the agent's first report ended before the agent stopped the remaining ranks.
+    """
     exits: dict[int, RankExit] = {}
     attempt = max((event.attempt for event in events), default=0)
     for event in events:

@@ -1,6 +1,6 @@
 """JSON Schemas (2020-12) of the documents that programs read: two files, and the output of each ``--json``.
 
-``scripts/build/schemas.py`` makes the schema files from the documents' records. An add-on has its own.
+``scripts/build/schemas.py`` generates the schema files from the documents' records. An add-on has its own schemas.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ NAMES = (
 
 
 def path(document: str) -> Path:
-    """Returns the schema file of ``verdict.json`` or another of ``NAMES``. Raises KeyError for other documents."""
+    """Returns the schema file of a document, ``verdict.json`` or another of ``NAMES``.
+
+    Raises KeyError for other documents.
+    """
     if document not in NAMES:
         raise KeyError(document)
     addon = addons.SCHEMAS.get(document)

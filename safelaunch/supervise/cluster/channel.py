@@ -1,7 +1,7 @@
 """The thread in which a supervisor exchanges records with the others, in rounds over one connection.
 
-The supervisor never waits for it: it leaves records in an outbox (``update``, ``submit``, ``decide``) and reads
-``view``. If the store stops answering, the supervisor is alone until a new connection succeeds.
+The supervisor never waits for this thread: it leaves records in an outbox (``update``, ``submit``, ``decide``) and
+reads ``view``. If the store stops responding, the supervisor is isolated until a new connection succeeds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Channel:
         self._thread.start()
 
     def close(self, *, at_once: bool = False) -> None:
-        """Leaves the job within a second, or within ``DRAIN_S`` if this node hosts the store and not ``at_once``."""
+        """Leaves the job within a second; within ``DRAIN_S`` if this node hosts the store and ``at_once`` is False."""
         self._drains = self.hosts and not at_once
         self._closing = True
         self._wake.set()
@@ -84,7 +84,7 @@ class Channel:
         self._change(lambda outbox: replace(outbox, wants_survey=True))
 
     def submit(self, round_: Round, chunks: list[bytes]) -> None:
-        """Submits this node's evidence, in place of earlier evidence of the same kind."""
+        """Submits this node's evidence, replacing earlier evidence of the same kind."""
         submission = {_kind(round_): (round_, chunks)}
         self._change(lambda outbox: replace(outbox, submitted={**outbox.submitted, **submission}))
 

@@ -1,6 +1,6 @@
 """Encodes records, signed if the job has a key, and packs evidence into compressed chunks.
 
-The store has no authentication, so its content is untrusted until ``Codec.decode`` has checked it.
+The store has no authentication, so its contents are untrusted until ``Codec.decode`` has checked them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BadMessage(ValueError):
 
 
 def parse(data: bytes, kind: type[_Record]) -> _Record:
-    """Raises BadMessage."""
+    """Decodes a record. Raises BadMessage."""
     try:
         return from_msgpack(data, kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError) as error:
@@ -41,8 +41,8 @@ def parse(data: bytes, kind: type[_Record]) -> _Record:
 class Codec:
     """Encodes, signs and decodes records. Without a key, nothing is signed.
 
-    The signature covers the run, the store key and the body, so a message copied to another key is invalid. The reader
-    must detect replays under the same key: counts only grow.
+    The signature covers the run, the store key and the body, so a message copied to another key is invalid. Replays
+    under the same key must be detected by the reader, because counts only grow.
     """
 
     def __init__(self, run: str, key: bytes = b"") -> None:
@@ -61,7 +61,7 @@ class Codec:
         return self.seal(place, msgspec.msgpack.encode(message))
 
     def decode(self, place: str, data: bytes, kind: type[_Record]) -> _Record:
-        """Raises BadMessage."""
+        """Checks and decodes a record from store key ``place``. Raises BadMessage."""
         if len(data) > MOST_MESSAGE:
             raise BadMessage(f"a message of {len(data)} bytes")
         return parse(self.open(place, data), kind)
@@ -90,7 +90,7 @@ class Codec:
 
 
 def share_of(nodes: int) -> int:
-    """Returns how many bytes of evidence each node can send, as the leader and the store hold all of them."""
+    """Returns how many bytes of evidence each node can send: the leader and the store hold all nodes' evidence."""
     return max(LEAST_SHARE, min(MOST_OF_NODE, MOST_EVIDENCE // max(nodes, 1)))
 
 
@@ -103,7 +103,7 @@ def pack(data: bytes, most: int = MOST_OF_NODE) -> list[bytes] | None:
 
 
 def unpack(chunks: list[bytes]) -> bytes:
-    """Reverses ``pack`` in bounded memory. Raises BadMessage."""
+    """Reverses ``pack``, with a limit on memory. Raises BadMessage."""
     engine = zlib.decompressobj()
     try:
         data = engine.decompress(b"".join(chunks), MOST_UNPACKED)

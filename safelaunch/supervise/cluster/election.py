@@ -1,4 +1,4 @@
-"""Decides which node leads (pure): which nodes are alive, and which one succeeds a dead leader."""
+"""Decides which node leads: which nodes are alive, and which of them succeeds a dead leader. Has no side effects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GAP_S = 5.0  # longest pause between two rounds; after a longer one, this proces
 
 
 class Liveness:
-    """Tracks which nodes are alive: a live node's count changes. Uses only this node's clock."""
+    """Tracks which nodes are alive: the count of a live node changes. Uses only this node's clock."""
 
     def __init__(self) -> None:
         self._moved: dict[int, tuple[tuple[str, int], float]] = {}
@@ -47,7 +47,7 @@ class Liveness:
 
 
 class Succession:
-    """Decides when a follower takes over: the page no longer changes, and no lower slot is alive."""
+    """Decides when a follower takes over: when the leader's page no longer changes, and no lower slot is alive."""
 
     def __init__(self) -> None:
         self._page = Liveness()
@@ -55,7 +55,10 @@ class Succession:
         self._since_s = 0.0
 
     def is_orphaned(self, page: LeaderPage, now: float) -> bool:
-        """Returns whether the leader is silent. If so, pass all beats to ``takes_over`` from now on."""
+        """Returns whether the leader is silent.
+
+        If it is, the caller must pass all beats to ``takes_over`` from now on.
+        """
         self._page.observe({0: (f"{page.leader}.{page.epoch}", page.count)}, now)
         orphaned = self._page.silent_s(0, now) >= SILENT_S
         if not orphaned:

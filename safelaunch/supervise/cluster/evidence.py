@@ -1,6 +1,6 @@
 """Encodes a node's redacted evidence for the leader.
 
-Long parts are cut to the newest Flight Recorder entries and the end of the output; the node's own bundle has all.
+Long parts are cut to the newest Flight Recorder entries and the end of the output. The node's own bundle has all of it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SharedColumns:
         self._members: dict[Runs, tuple[int, ...]] = {}
 
     def members(self, runs: Runs) -> tuple[int, ...]:
-        """Raises BadMessage."""
+        """Returns the ranks in ``runs``. Raises BadMessage."""
         if runs not in self._members:
             if sum(count for _, _, count in runs) > MOST_RANKS:
                 raise BadMessage("a process group with an impossible number of ranks")
@@ -81,8 +81,8 @@ class SharedColumns:
 def condense(evidence: Evidence, files: Mapping[str, bytes] | None = None, share: int = MOST_OF_NODE) -> list[bytes]:
     """Compresses evidence into at most ``share`` bytes.
 
-    Drops ``files``, then older Flight Recorder entries, until it fits. Ranks that no node sees are left out, because
-    the leader knows them.
+    Drops ``files``, then older Flight Recorder entries, until the evidence fits. Leaves out ranks that no node sees,
+    because the leader already knows them.
     """
     evidence = replace(evidence, missing_ranks=(), launched=None)
     most = MOST_ENTRIES
@@ -131,7 +131,7 @@ def unpack_evidence(chunks: list[bytes], shared: SharedColumns | None = None) ->
     """Returns the evidence and files that ``condense`` packed. Raises BadMessage.
 
     Args:
-        shared: The same object for all nodes, which keeps their common parts once.
+        shared: Object that is the same for all nodes; it stores their common parts once.
     """
     shared, content = shared or SharedColumns(), parse(unpack(chunks), _Travelling)
     try:
@@ -154,7 +154,7 @@ def _may_be(item: tuple[str, bytes]) -> bool:
 
 
 def _runs(members: tuple[int, ...]) -> Runs:
-    """Returns (first, step, count) of each run of ranks; ``0 8 16 24`` is one run."""
+    """Compresses ranks into runs of (first, step, count). For example, ``0 8 16 24`` is one run."""
     runs: list[tuple[int, int, int]] = []
     for rank in members:
         first, step, count = runs[-1] if runs else (0, 0, 0)

@@ -64,7 +64,7 @@ class PeerView:
 
 @dataclass(frozen=True, slots=True)
 class Outbox:
-    """This node's contribution to the next round."""
+    """Records that this node sends in the next round."""
 
     beat: Beat
     submitted: Mapping[str, tuple[Round, list[bytes]]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Finds a job's secrets: values with secret names in its environment and on its command line, and parts of them."""
+"""Finds a job's secrets in its environment and on its command line: values that have secret names, and their parts."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _USER_AND_PASSWORD = re.compile(r"(?:\A|[=,;\s])[^\s:/@=,;]{1,64}:([^\s:/@]{3,25
 
 
 def secret_values(environment: Mapping[str, str], argv: Iterable[str], ordinary: Iterable[str] = ()) -> tuple[str, ...]:
-    """Returns the secrets in the environment and the command line: by name, by randomness, or within texts.
+    """Returns the secrets in the environment and on the command line. Finds them by name, randomness, or within texts.
 
     Leaves out a value that equals one of ``ordinary`` (directories, names) or a component of one, because every mention
-    would be replaced. Also leaves out a value contained in one, unless it can't be a word.
+    of that would be replaced. Also leaves out a value that an ordinary one contains, unless it can't be a word.
     """
     plain = _Ordinary(ordinary)
     return tuple(sorted({value for _, value in _learned(environment, argv) if value not in plain}))
 
 
 def left_out(environment: Mapping[str, str], argv: Iterable[str], ordinary: Iterable[str]) -> tuple[str, ...]:
-    """Returns the variables and options with values that ``secret_values`` leaves out as ordinary."""
+    """Returns the names of variables and options whose values ``secret_values`` leaves out as ordinary."""
     plain = _Ordinary(ordinary)
     return tuple(sorted({name for name, value in _learned(environment, argv) if value in plain}))
 
@@ -108,7 +108,7 @@ def _under(kind: SecretKind, value: str) -> Iterator[str]:
 
 
 def _parts(kind: SecretKind, value: str) -> Iterator[str]:
-    """Yields the secrets in a list: ``a,b``, ``a;b``, lines, words."""
+    """Yields the secrets in a list, which can be separated by commas, semicolons, line breaks or spaces."""
     if "-----BEGIN" in value:
         return
     by_space = not re.search(r"[,;\n]", value)
@@ -142,7 +142,7 @@ def _from_base64(value: str) -> str:
 
 
 def _leaves(text: str) -> list[str]:
-    """Returns the texts in a JSON document that aren't words, such as the key in a service account's file."""
+    """Returns the strings in a JSON document that aren't words, such as the key in a service account's file."""
     if not text.startswith(("{", "[")):
         return []
     words_found: list[str] = []
@@ -165,14 +165,14 @@ def _leaves(text: str) -> list[str]:
 
 
 def is_telling(value: str) -> bool:
-    """True if ``value`` can't be mistaken for anything else, in any place."""
+    """True if ``value`` can't be mistaken for anything else, wherever it occurs."""
     if len(value) < 8 or (value.isdigit() and len(value) < 12):
         return False
     return len(value) >= 16 or not value.isalpha()
 
 
 def is_mixed(value: str) -> bool:
-    """True for letters and digits mixed within one part, or for letters of both cases in random order."""
+    """True if one part mixes letters and digits, or mixes upper and lower case in random order."""
     if any(not (part.isalpha() or part.isdigit()) for part in re.split(r"[\W_]+", value) if part):
         return True
     changes = sum(before.islower() != after.islower() for before, after in pairwise(filter(str.isalpha, value)))

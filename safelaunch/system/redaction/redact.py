@@ -1,7 +1,7 @@
-"""Keeps secrets out of everything written and shown: by their names, their shapes, or the options of commands.
+"""Keeps secrets out of everything written and shown. Recognizes them by their names, their shapes, or command options.
 
 Bundles are sent to other people, so a doubtful value is redacted: a redacted setting costs a question, a leaked key
-costs an account. A text is searched as it is and decoded in several ways (``readings``).
+costs an account. Text is searched both as it is and after decoding it in several ways (``readings``).
 """
 
 from __future__ import annotations
@@ -123,7 +123,10 @@ def secrets_in(text: str) -> Iterator[Span]:
 
 
 def encoded_in(text: str, rule: Callable[[str], Iterator[Span]], *, is_text: bool = True) -> Iterator[Span]:
-    """Yields Base64 words if ``rule`` finds a match in their decoded bytes; if ``is_text``, in printable text only."""
+    """Yields Base64 words in which ``rule`` finds a match after decoding.
+
+    If ``is_text``, only words that decode to printable text count.
+    """
     words = [(match.span(), _from_base64(match[0])) for match in _ENCODED.finditer(text)]
     words = [(span, plain) for span, plain in words if not is_text or _is_printable(plain)]
     if _any(rule("\n".join(plain for _, plain in words))):
@@ -145,7 +148,7 @@ def _is_printable(text: str) -> bool:
 
 
 def by_rule(text: str) -> Iterator[Span]:
-    """Yields the parts of ``text`` that look like a secret without decoding, in linear time."""
+    """Yields the parts of ``text`` that look like a secret. Doesn't decode, and takes linear time."""
     yield from shapes_in(text)
     if "://" in text:
         yield from _found(URL_PASSWORD, text)
@@ -181,7 +184,7 @@ def _assigned(text: str) -> Iterator[Span]:
 
 
 def _is_plain(kind: SecretKind, assigned: re.Match[str], value: str) -> bool:
-    """True for a number, a file's line, words of a log (``session: starting``), code, or redacted text."""
+    """True if the value is a number, a file's line, words of a log (``session: starting``), code, or redacted text."""
     bare = value.lstrip("brufBRUF").strip("\"'") if value[-1:] in "\"'" else value.strip("\"'")
     name, between = assigned["name"].lower(), assigned[0][len(assigned["name"]) :]
     if is_plain_value(kind, bare) or (name.endswith("pwd") and bare.startswith("/")):
@@ -203,7 +206,7 @@ def _is_plain(kind: SecretKind, assigned: re.Match[str], value: str) -> bool:
 
 
 def is_plain_value(kind: SecretKind, value: str) -> bool:
-    """Returns whether ``value``, under a name of that kind, isn't a secret."""
+    """Returns whether ``value`` isn't a secret although its name is of that kind."""
     if not value or REDACTED in value or NOT_SHOWN in value or _PLAIN_WORD.fullmatch(value):
         return True
     if kind == "password":
@@ -278,7 +281,7 @@ _UNSEEN = re.compile(
 
 
 class Reading:
-    """A decoded text, with a function that returns the place of each part in the source."""
+    """A decoded text, with a function that returns where each part was in the source."""
 
     def __init__(self, text: str, back: Callable[[int, int], tuple[int, int]]) -> None:
         self.text = text
@@ -286,7 +289,7 @@ class Reading:
 
 
 def readings(text: str) -> list[Reading]:
-    """Returns ``text``, then the text that a terminal shows, then layer after layer of escapes decoded."""
+    """Returns ``text``, then the text as a terminal shows it, then the text after decoding each layer of escapes."""
     result = [Reading(text, _here)]
     if shown := _read(result[0], _UNSEEN, _nothing):
         result.append(shown)
@@ -343,9 +346,9 @@ def _read(before: Reading, pattern: re.Pattern[str], decode: Callable[[str], str
 def _origin(
     here: array[int], source_offsets: array[int], further: Callable[[int, int], tuple[int, int]], begin: int, end: int
 ) -> tuple[int, int]:
-    """Returns the place of ``[begin, end)``, with ``end`` > ``begin``, in the original text.
+    """Returns where ``[begin, end)``, with ``end`` > ``begin``, was in the original text.
 
-    A replaced part counts whole.
+    If it contains part of a replacement, the result covers the whole replaced text.
     """
     first, last = bisect_right(here, begin) - 1, bisect_right(here, end - 1) - 1
     start = source_offsets[first] if first % 2 else source_offsets[first] + begin - here[first]
@@ -357,12 +360,15 @@ def _origin(
 
 
 def redact_env(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables, sorted by name. Replaces values with secret names whole, others by shape."""
+    """Returns the variables, sorted by name.
+
+    Replaces entire values with secret names, and parts of others by their shape.
+    """
     return {name: _value(name, environment[name]) for name in sorted(environment)}
 
 
 def shown_env(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables for other people: like ``redact_env``, but only known variables keep their values."""
+    """Returns the variables for other people: as ``redact_env``, but with the values of unknown variables hidden."""
     return {
         name: value if is_shown(name) or value in ("", REDACTED) else NOT_SHOWN
         for name, value in redact_env(environment).items()

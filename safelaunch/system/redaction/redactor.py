@@ -1,8 +1,8 @@
-"""Keeps a job's own secrets out of its bundle: a rank might print the password it got.
+"""Keeps a job's own secrets out of its bundle, because a rank might print a password that it received.
 
 Unmistakable values are replaced in every text, however encoded. Short values, numbers and plain words are replaced only
 in the job's own text (output, messages, command lines, names), and only as whole words. A number that counts something
-stays: ``PIN=1234`` leaves step 1234, line 1234 and port 1234 alone.
+is kept: ``PIN=1234`` leaves step 1234, line 1234 and port 1234 alone.
 """
 
 from __future__ import annotations
@@ -93,7 +93,10 @@ class Redactor:
         return [self.job_text(word) for word in redact_argv(words)]
 
     def markup(self, text: str) -> str:
-        """Removes secrets from a report of cleaned parts, in which a search for assignments would do damage."""
+        """Removes secrets from a report made of cleaned parts.
+
+        Doesn't search for assignments, which would damage the report.
+        """
         return replaced(text, self._secrets_in(text, shapes_in))
 
     def _secrets_in(self, text: str, rule: Callable[[str], Iterator[Span]], *, short: bool = False) -> Iterator[Span]:
@@ -126,7 +129,7 @@ class Redactor:
                 yield from (span for span in _occurrences(form, text) if _is_word(text, *span))
 
     def _cut_off(self, text: str) -> Iterator[Span]:
-        """Yields the beginning of a value at the text's end, and the end of a value at its beginning."""
+        """Yields the beginning of a secret at the text's end, and the end of a secret at the text's beginning."""
         head = _LINE_HEAD.match(text)
         begin, end = head.end() if head else 0, len(text.rstrip(_CUT_OFF))
         for value in self._telling:
@@ -140,15 +143,15 @@ class Redactor:
     # --- values made of texts -----------------------------------------------------------------------------------------
 
     def tree(self, value: Any) -> Any:
-        """Removes secrets from all texts in nested lists and dicts. Numbers stay."""
+        """Removes secrets from all strings in nested lists and dicts. Keeps numbers."""
         return _walk(value, self.text, {})
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
     def data(self, data: bytes) -> bytes:
-        """Removes secrets from a dump, JSON or text; returns the same object if it has none.
+        """Removes secrets from a dump, JSON or text. Returns the same object if it contains no secrets.
 
-        A dump keeps its form. Other data keep their length, with secrets overwritten.
+        A dump keeps its format. Other data keep their length, because secrets are overwritten.
         """
         if data.startswith(b"\x80"):
             from safelaunch.system.decoding import load_pickle  # deferred: the rest is needed before a job starts
@@ -192,7 +195,7 @@ class Redactor:
 
 
 def _forms_of(value: str) -> tuple[str, ...]:
-    """Returns the value as it is, as in a URL, JSON, ``repr`` and HTML, in base64 and in hexadecimal."""
+    """Returns ``value`` as it can appear: unchanged, in a URL, JSON, ``repr``, HTML, Base64 or hexadecimal."""
     in_json = json.dumps(value)[1:-1]
     twice = json.dumps(in_json)[1:-1]
     quoted = (value.replace(" ", "+"), quote(value, safe=""), in_json, twice, ascii(value)[1:-1])
@@ -219,7 +222,7 @@ def _occurrences(part: str, text: str) -> Iterator[Span]:
 
 
 def _beginnings(value: str, text: str) -> Iterator[Span]:
-    """Yields truncated values, as in shortened logs, unless only a few ordinary words are left."""
+    """Yields truncated forms of ``value``, as in shortened logs, unless they are only a few ordinary words."""
     for at, end in _occurrences(value[:_BEGINNING], text) if len(value) > _BEGINNING else ():
         while end - at < len(value) and text[end : end + 1] == value[end - at]:
             end += 1
@@ -243,7 +246,7 @@ def _stands_alone(value: str, text: str, begin: int, end: int) -> bool:
 
 
 def _is_word(text: str, begin: int, end: int) -> bool:
-    """True unless the span is part of a word, or of a path, a module or a host."""
+    """True unless the span is part of a longer word, a path, a module or a host name."""
     before, after = text[max(0, begin - 2) : begin], text[end : end + 2]
     if (before and _in_word(before[-1])) or (after and _in_word(after[0])):
         return False
@@ -265,7 +268,7 @@ def _counts(text: str, begin: int, end: int) -> bool:
 
 
 def same_or(item: Any, clean: Callable[[Any], Any]) -> Any:
-    """Cleans the parts of lists, tuples and dicts; returns the same object if nothing changes."""
+    """Cleans the elements of lists, tuples and dicts. Returns the same object if nothing changes."""
     if isinstance(item, dict):
         pairs = {
             key if _is_number(key) else clean(key): entry
@@ -308,7 +311,10 @@ def _texts_in(value: Any) -> set[str]:
 
 
 def _walk(value: Any, clean: Callable[[str], str], done: dict[int, Any]) -> Any:
-    """Applies ``same_or`` recursively. ``done`` maps an id to its result, so repeated parts are cleaned once."""
+    """Applies ``same_or`` recursively.
+
+    ``done`` maps an object's id to its result, so that repeated parts are cleaned once.
+    """
     if all(clean(text) == text for text in _texts_in(value)):
         return value
 

@@ -1,4 +1,4 @@
-"""Recognizes secrets by their shape (prefixes of services' keys, web hooks, private keys), or by their names.
+"""Recognizes secrets by their shape (key prefixes of services, webhooks, private keys), or by their names.
 
 The prefixes come from the services' documentation, as in gitleaks and detect-secrets.
 """
@@ -103,7 +103,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _private_keys(text: str) -> Iterator[Span]:
-    """Yields private keys from BEGIN to END. If one of these was cut off, yields the base64 lines next to the other."""
+    """Yields private keys from BEGIN to END. If one of these is missing, yields the Base64 lines next to the other."""
     ends = [match.span() for match in _END.finditer(text)]
     begun = [end for end, _ in ends]
     done = 0
@@ -122,7 +122,7 @@ def _private_keys(text: str) -> Iterator[Span]:
 
 
 def _last_key_line(text: str, begin: int) -> int:
-    """Returns the end of the base64 lines that follow ``begin``, including one that was cut off."""
+    """Returns the end of the Base64 lines that follow ``begin``, including a line that was cut off."""
     tail = _AFTER_A_WORD.match(text, begin)
     end = tail.end() if tail else begin
     while end < len(text) and text[end] in "\r\n":
@@ -138,7 +138,7 @@ def _last_key_line(text: str, begin: int) -> int:
 
 
 def _first_key_line(text: str, end: int) -> int:
-    """Returns the start of the base64 lines before the line with ``end``; reads each line once."""
+    """Returns the start of the Base64 lines before the line that contains ``end``. Reads each line once."""
     begin = text.rfind("\n", 0, end) + 1
     while begin:
         line = text.rfind("\n", 0, begin - 1) + 1
@@ -242,5 +242,5 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_shown(name: str) -> bool:
-    """Returns whether an environment variable's value can be shown: it is known, and its name isn't secret."""
+    """Returns whether an environment variable's value can be shown: its name must be known, and not be secret."""
     return bool(_SHOWN.fullmatch(name)) and not is_secret_name(name)

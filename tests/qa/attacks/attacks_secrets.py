@@ -74,7 +74,7 @@ def attacks(count: int, random: rnd.Random) -> Iterator[Attack]:
 @cache
 def _files(encoding: leaks.Encoding, shapes: bool) -> dict[str, bytes]:
     """Returns the files of a job that writes all of its secrets in this encoding."""
-    text = leaks.said([encoding])
+    text = leaks.job_text([encoding])
     if shapes:
         text = "\n".join(f"it is {encoding.write(shape)} now" for shape in leaks.SHAPES.values())
     scratch = Path(tempfile.mkdtemp(prefix="attack-"))
@@ -151,7 +151,7 @@ def _nested(seed: int, _: Path) -> str:
     if {inner.name, outer.name} == {"colours", "zero width"}:
         return ""  # a terminal shows no such colours
     said = f"it is {outer.write(inner.write(secret))} now"
-    text = Redactor(secret_values({"A_SECRET": secret}, [])).said(said)
+    text = Redactor(secret_values({"A_SECRET": secret}, [])).job_text(said)
     return (
         f"{secret!r}, {inner.name} in {outer.name}: {text!r}" if leaks.leaks(text.encode(), {"secret": secret}) else ""
     )
@@ -211,7 +211,7 @@ def _long(seed: int, _: Path) -> str:
 
 def _job(how: str, scratch: Path) -> str:
     """Checks bundles, archives, answers of status and dump, journals, summaries, and safelaunch's own output."""
-    said = leaks.said(leaks.ENCODINGS) + "\n" + "\n".join(leaks.SHAPES.values())
+    said = leaks.job_text(leaks.ENCODINGS) + "\n" + "\n".join(leaks.SHAPES.values())
     (scratch / "said").write_text(said)
     environment: dict[str, str | None] = {**leaks.ENVIRONMENT, "LOUD": os.fspath(scratch / "said"), "LOUD_HOW": how}
     own = ["--stall-timeout=4", "--preset=hang-debug", "--nproc-per-node=2", LOUD, *leaks.ARGUMENTS[1:]]
