@@ -122,7 +122,7 @@ def test_check_fails_on_a_file_that_gains_a_finding(tmp_path: Path, capsys: pyte
     recorded.write_text(json.dumps({FILE: len(list(findings_in(FILE, text)))}))
     assert check(recorded, list(findings_in(FILE, text))) == 0
     assert check(recorded, list(findings_in(FILE, text + "# nobody\n"))) == 1
-    assert f"{FILE}:{len(text.splitlines()) + 1}: who: nobody" in capsys.readouterr().err
+    assert f"{FILE}:{len(text.splitlines()) + 1}: who for a thing: nobody" in capsys.readouterr().err
 
 
 def test_check_fails_on_a_new_file_with_a_finding(tmp_path: Path) -> None:

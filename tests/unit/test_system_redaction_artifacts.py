@@ -23,7 +23,7 @@ PACKAGE = Path(safelaunch.__file__).parent
 def test_encoded_secret_is_in_no_artifact(part: int, tmp_path: Path) -> None:
     """The real writer is used; scripts/qa/attacks.py also tries each encoding alone."""
     encodings = leaks.ENCODINGS[part::4]
-    text = leaks.job_text(encodings)
+    text = leaks.said(encodings)
     secrets = leaks.SECRETS
     assert set(leaks.leaks(text.encode(), secrets)) == set(secrets), "the search finds them where they are"
     written = leaks.write(text, tmp_path)
