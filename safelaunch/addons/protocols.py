@@ -42,7 +42,7 @@ class Reader(Protocol):
         """Reads the files of one job; ``claims`` must be true for each. Raises Unreadable."""
 
     def read_folder(self, folder: Path, dumps: EvidenceSource | None) -> EvidenceSource | None:
-        """Adds the evidence in the folder's files to the folder's ``dumps``; None if both are absent."""
+        """Adds the evidence in other files of a folder to its Flight Recorder ``dumps``; None if there is neither."""
 
 
 class Monitor(Protocol):
@@ -56,7 +56,7 @@ class Monitor(Protocol):
     name: str  # used in messages, with its article
 
     def tick(self) -> None:
-        """Runs in the supervisor's loop, several times a second. Must not block. An exception ends the monitor."""
+        """Runs in the supervisor's loop, several times a second. Must not block. Is removed if it raises."""
 
     def finish(self, *, succeeded: bool) -> None:
         """Runs once the job has ended. ``succeeded`` is True if it ended by itself with exit code 0."""
@@ -79,10 +79,10 @@ class Probe(Protocol):
 
 
 class Service(Protocol[Ask, Part]):
-    """Serves clients' requests to a running job. Every node serves its own ranks; the asked one merges the parts.
+    """Serves clients' requests about a running job. Every node serves its own ranks; the one asked merges the parts.
 
-    ``ask`` and ``part`` are msgspec types. The control socket and the job's store pass them on as opaque bytes that can
-    come from a stranger, so they are decoded here.
+    ``ask`` and ``part`` are msgspec types. The control socket and the job's store transfer them as opaque bytes, which
+    can come from an untrusted sender, so these types are decoded here.
     """
 
     name: str  # command on the control socket
@@ -91,7 +91,7 @@ class Service(Protocol[Ask, Part]):
     part: type[Part]
 
     def here(self, ask: Ask, job: JobView, stop: threading.Event) -> Part:
-        """Returns the part of this node's ranks, without secrets. Returns early once ``stop`` is set."""
+        """Returns this node's part: the answer for its ranks, without secrets. Returns early once ``stop`` is set."""
 
     def check(self, part: Part) -> None:
         """Raises msgspec.ValidationError if another node's part can't be used."""

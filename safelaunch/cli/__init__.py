@@ -121,7 +121,7 @@ def _open_standard_streams() -> None:
 
 
 def _leave_word(code: int) -> None:
-    """Writes the exit code to a file, so that a parent such as a sweep gets it even if the parent is killed meanwhile.
+    """Writes the exit code to a file for a parent such as a sweep, or for the parent's next run if that is killed.
 
     The variable contains this process's pid, too, because a run inside the job inherits the variable and must ignore
     it.

@@ -95,7 +95,7 @@ def _row(rank: RankStatus, furthest: int | None, threshold_s: float) -> StatusRo
 
 
 def _judge(rank: RankStatus, furthest: int | None, threshold_s: float) -> tuple[Mood, str]:
-    """Returns how far a rank is behind the furthest one, or its quiet time as a share of the threshold, in words."""
+    """Returns a rank's lag in steps, or its quiet time as a share of the threshold, in words."""
     if rank.age_s is None or rank.state in ("exited", "paused"):
         return "quiet", ""
     behind = (furthest or 0) - (rank.step or 0) if rank.step is not None else 0

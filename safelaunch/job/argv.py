@@ -118,7 +118,7 @@ def restarts(command: CommandLine, environ: Mapping[str, str]) -> bool:
 
 
 def most_restarts(command: CommandLine, environ: Mapping[str, str]) -> int:
-    """Returns how often torchrun may restart the ranks; 0 if the value isn't a number, which torchrun rejects."""
+    """Returns the limit on torchrun's restarts of the ranks; 0 if the value isn't a number, which torchrun rejects."""
     value = of_torchrun(command, environ, "--max-restarts", "--max", "0")
     return int(value) if value.isdecimal() else 0
 

@@ -5,7 +5,7 @@ A process can't leave it by forking, by starting a new session, by changing its 
 groups can create one.
 
 The group has no controllers, so it neither limits nor shares anything. It is created only if our own group has no
-limits, because programs that adapt to limits read those of their own group.
+limits, because programs that adapt to limits read only their own group's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ControlGroup:
     path: Path
 
     def add(self, pid: int) -> bool:
-        """Moves a process into the group, where its later children start, too. Takes up to 20 ms.
+        """Moves a process, and so its later children, into the group. Takes up to 20 ms.
 
         Returns False if that fails.
         """

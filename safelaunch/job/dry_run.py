@@ -55,7 +55,7 @@ def _addon_line(settings: Settings, option: Option) -> str:
 
 
 def _max_stall(settings: Settings) -> str:
-    """Describes ``--max-stall``: how long a job may go without a step before it is ended, even if it still works."""
+    """Describes ``--max-stall``: the longest time without a step after which a job is ended, even if it still works."""
     if settings.effective_max_stall_s is not None:
         return f"{settings.effective_max_stall_s:g} s"
     never = "never: a job is ended only if it is proved dead, or if torch is about to end it"

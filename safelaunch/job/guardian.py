@@ -222,7 +222,7 @@ class Guardian:
         say(f"the guardian of this job {how}; starting a new one")
 
     def _mend(self) -> None:
-        """Starts a replacement guardian. It isn't the job's parent, so it must be told about the job's orphans."""
+        """Starts a replacement guardian. It isn't the job's parent, so the job's orphans must be reported to it."""
         from safelaunch.system.console import say
 
         commands, own_end = os.pipe()

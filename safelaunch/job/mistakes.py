@@ -68,7 +68,7 @@ def python_script(words: Sequence[str]) -> str:
 
 
 def misplaced(script: Sequence[str], flags: Collection[str], read: Callable[[], str]) -> list[str]:
-    """Returns those of safelaunch's ``flags`` that come after the script, unless the script seems to read them itself.
+    """Returns the ``flags`` of safelaunch that come after the script, unless the script seems to read them itself.
 
     Args:
         read: Returns the script's source; called only if needed.

@@ -76,7 +76,7 @@ def _active(environ: Mapping[str, str], even_base: bool) -> Iterator[tuple[str, 
 
 
 def _on_path(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields the interpreters behind the first ``torchrun`` and the first ``python3`` on PATH."""
+    """Yields the interpreters that the first ``torchrun`` and the first ``python3`` on PATH use."""
     from shutil import which
 
     script, python = (which(name, path=environ.get("PATH")) for name in ("torchrun", "python3"))

@@ -17,7 +17,7 @@ _Thing = Annotated[str, Meta(max_length=256)]
 
 
 class HolderRecord(msgspec.Struct, frozen=True):
-    """Content of a lock file. Times are seconds since 1970, at most those of the year 5138."""
+    """Content of a lock file. Times are seconds since 1970, up to the year 5138."""
 
     pid: Annotated[int, Meta(ge=0, le=1 << 22)]
     start_ticks: Annotated[int, Meta(ge=0, le=1 << 62)]

@@ -30,7 +30,7 @@ class Taken:
 
 
 class Survey:
-    """What NVML last reported about the GPUs, queried again when it is outdated.
+    """NVML's last report about the GPUs, queried again when it is outdated.
 
     Args:
         query: Queries NVML; returns None until the driver responds.

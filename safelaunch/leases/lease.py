@@ -243,7 +243,7 @@ class Lease:
 def inherited(environ: Mapping[str, str], directory: str) -> Lease | None:
     """Returns the lease that our parent handed over (``Lease.hand_over``); None if there is none, or it isn't valid.
 
-    The variables alone prove nothing: each descriptor must be that of the right lock file, locked by us alone.
+    The variables alone prove nothing: each descriptor must belong to the right lock file, locked by us alone.
     """
     lease = Lease({})
     paths = []

@@ -286,7 +286,7 @@ def _with_port(
 
 
 def with_another_port(given: JobResources, settings: Settings, environ: Mapping[str, str]) -> JobResources:
-    """Replaces the job's master port by another one. Raises ResourceError if none is free."""
+    """Replaces the job's master port by another free port. Raises ResourceError."""
     ports = _take_any_port(given, settings, environ)
     command = _with_number(given.command, str(given.port), ports)
     if given.ports is not None:

@@ -75,7 +75,7 @@ class LeaseStore:
     def attempt(
         self, candidates: Sequence[str], pick: Pick, about: LeaseHolder, ticket: Ticket | None = None
     ) -> LeaseAttempt:
-        """Leases those of ``candidates`` that ``pick`` chooses, all or none, if it is our turn.
+        """Leases the candidates that ``pick`` chooses, all or none, if it is our turn.
 
         Args:
             pick: Gets the holders of the candidates, and returns None if too few are free. It runs inside the gate, so
@@ -110,7 +110,7 @@ class LeaseStore:
         return LeaseAttempt(lease, held)
 
     def look(self, keys: Iterable[str]) -> dict[str, LeaseHolder]:
-        """Returns the holders of those ``keys`` that are leased. Creates no files."""
+        """Returns the holders of all ``keys`` that are leased. Creates no files."""
         if not os.path.isdir(self.directory):
             return {}
         with self._gate() as directory:

@@ -292,7 +292,7 @@ def _function_around(source: Sequence[str], here: int) -> tuple[int, int]:
 
 
 def _headed(source: Sequence[str], steps: Sequence[Guard]) -> list[int]:
-    """Returns the numbers of those ``else`` or ``elif`` lines whose branch the ranks took."""
+    """Returns the numbers of the ``else`` and ``elif`` lines whose branch the ranks took."""
     numbers = []
     for step in steps:
         if step.text.startswith("else of "):

@@ -187,7 +187,7 @@ def _files(files: Sequence[str], most: int = 3) -> str:
 
 
 def _claims(verdict: Verdict, room: int, space: int) -> list[ScreenLine]:
-    """Returns those of the first five claims that fit into ``space`` lines. Only the first may be shortened."""
+    """Returns as many of the first five claims as fit into ``space`` lines. Only the first can be shortened."""
     picked = _spread(merged_claims(verdict.evidence, clean(verdict.summary)), min(5, space - 1))
     lines: list[str] = []
     for text, files in picked:

@@ -4,8 +4,8 @@ Precedence: command line > ``SAFELAUNCH_*`` environment > the project's configur
 (``~/.config/safelaunch/config.yaml``) > the machine's (``/etc/safelaunch.yaml``) > presets > defaults. The project's
 file is ``--config FILE`` (TOML if its name ends in ``.toml``, else YAML), else ``./safelaunch.yaml``, else the table
 ``[tool.safelaunch]`` of ``./pyproject.toml``. Options from several files are merged one by one, but of the places that
-name presets, only the one with the highest precedence counts. Paths are relative to the working directory, except those
-of presets in a configuration file, which are relative to that file.
+name presets, only the one with the highest precedence counts. Paths are relative to the working directory. Only the
+paths of presets in a configuration file are relative to that file.
 
 A configuration file can set variables such as LD_PRELOAD. Unless ``--config`` names it, it is therefore read only if it
 belongs to this user or to root and no other user can write to it.

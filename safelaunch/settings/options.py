@@ -548,7 +548,7 @@ def options_of(command: str) -> tuple[Option, ...]:
 
 
 def addon_options(*, present: bool = True) -> tuple[Option, ...]:
-    """Returns the options of installed add-ons, or those of missing add-ons if ``present`` is False."""
+    """Returns the options of installed add-ons; if ``present`` is False, the options of missing ones."""
     return tuple(option for option in OWN_OPTIONS if option.addon and option.is_available == present)
 
 

@@ -245,8 +245,8 @@ class _YamlTree:
 def parse_toml_table(text: str, name: str, table: str) -> YamlNode:
     """Returns a table of a TOML file (``tool.safelaunch``; "" means the whole file); kind ``nothing`` if it is absent.
 
-    TOML parsers don't report positions, so an entry's line is that of the first ``key =`` or sub-table after the
-    header. Raises PresetError for a syntax error.
+    TOML parsers don't report positions, so an entry's line is the first ``key =`` or sub-table after the header. Raises
+    PresetError for a syntax error.
     """
     # By name: the oldest supported Python has no tomllib.
     toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")

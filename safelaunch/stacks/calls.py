@@ -318,7 +318,7 @@ PEER_WAITS = {
 
 
 def native(samples: Iterable[StackSample], os_tid: int | None, answers: Answers) -> str:
-    """Returns the one of ``answers`` that the C frames inside a thread's innermost Python frame show; "" if none does.
+    """Returns which of ``answers`` the C frames inside a thread's innermost Python frame show; "" if they show none.
 
     Python frames can't distinguish ``with lock:`` from ``work.wait()``: both are C functions called directly by the
     user's line, and both block in ``futex``.

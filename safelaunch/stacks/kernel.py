@@ -56,7 +56,7 @@ class KernelWait:
 
     @property
     def lock_holder(self) -> str:
-        """Process that holds the wanted lock, as the kernel reports it: ``pid 71 (python, since ...)``."""
+        """Process that holds the lock that the thread waits for, says the kernel: ``pid 71 (python, since ...)``."""
         return "".join(self.thread.fd_target.partition(_LOCKED_BY)[1:]).removeprefix(", locked by ")
 
     @property

@@ -1,6 +1,6 @@
 """Compares the ranks' numbers to find replicas that differ, and gradients or losses that aren't finite.
 
-Only tensors known to be replicated are compared: those of DDP, and DTensors along replicated dimensions. Each kind of
+Only tensors known to be replicated are compared: DDP's tensors, and DTensors along replicated dimensions. Each kind of
 error is reported only once.
 """
 

@@ -109,10 +109,7 @@ def _is_under_way(optimizer: int) -> bool:
 
 
 def optimizer_stepped(optimizer: Any, args: object, kwargs: object) -> None:
-    """Counts a step. torch calls it after each step of an optimizer, including steps within another optimizer's (ZeRO).
-
-    Those inner steps aren't counted.
-    """
+    """Counts a step, as torch's hook after each step of an optimizer. Ignores steps within another's step (ZeRO)."""
     torch = sys.modules["torch"]
     if _off or torch.compiler.is_compiling():
         return
@@ -406,7 +403,7 @@ def _digest(text: str) -> str:
 
 
 class _Owner:
-    """Tensors that are checked at the same steps: those of a DDP module, or all others of an optimizer.
+    """Tensors that are checked at the same steps: a DDP module's tensors, or all others of an optimizer.
 
     A DDP module counts rounds: steps before which gradients were averaged. All of its ranks make the same number of
     rounds, whatever optimizers they use. Because a rank can make more steps alone, these are counted from the last

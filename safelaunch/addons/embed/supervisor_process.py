@@ -41,9 +41,9 @@ class SupervisorProcess:
 
     @classmethod
     def start(cls, request: LaunchRequest) -> SupervisorProcess | None:
-        """Starts the supervisor and waits until the job can start. Returns None on failure: the job runs unwatched.
+        """Starts the supervisor and waits until the job can start. Returns None on failure: it then runs unwatched.
 
-        Raises the supervisor's own error for invalid options.
+        Raises the error that the supervisor reports for invalid options.
         """
         ours, child_end = socket.socketpair()
         try:
@@ -79,7 +79,7 @@ class SupervisorProcess:
 
     @contextmanager
     def reported_to(self, workers: Any) -> Iterator[None]:
-        """Reports actions of torch's launcher within the context; ``workers`` is torch's module of processes."""
+        """Reports what torch's launcher does while the context is active; ``workers`` is its module of processes."""
         if not self._run_dir:
             yield
             return

@@ -159,9 +159,9 @@ class RankAssignment:
         return any(_failed(end) for end in self.ends.values())
 
     def _assign_unnamed(self, node: str | None, output: SpeakerOutput) -> None:
-        """Assigns unnamed output of a node, or of the whole job, to ranks that failed there, if it is unambiguous.
+        """Assigns output of an unknown rank, on a node or in the whole job, to ranks that failed there, if unambiguous.
 
-        torch's debug check names the rank of the call.
+        If torch's debug check reports an error, its message names the rank.
         """
         ends = {rank: end for rank, end in self.ends.items() if end.reporter == node}
         attributed = {rank for rank, output in self.outputs.items() if output.errors and rank not in self.labels}
@@ -241,7 +241,7 @@ class RankAssignment:
         output.after.lines = 0
 
     def _assign_warnings(self, unnamed: Sequence[SpeakerOutput]) -> None:
-        """Assigns NCCL's warnings by pid, or to a rank that raised the same text."""
+        """Assigns each NCCL warning to the rank with its pid, or else to one whose exception has the same text."""
         job, outputs = self.job, self.outputs
         warnings = [(line, text, NCCL_PREFIX.search(line.text)) for output in unnamed for line, text in output.warnings]
         pids = {end.pid: rank for rank, end in job.ends.items()}

@@ -140,7 +140,7 @@ class Calls:
         self._stalled.clear()
 
     def add_stalls(self, ranks: dict[int, SpeakerOutput]) -> tuple[int, ...]:
-        """Turns Horovod's stalled tensors into calls in which their submitters wait; returns the named ranks."""
+        """Converts Horovod's stalled tensors into calls in which those that submitted them wait; returns all ranks."""
         if self._stalled_at is None or not self._stalled or self._since_stalled > MOST_MESSAGE:
             return ()
         job, alike = self.job, {frozenset(lack): tensor for tensor, lack in reversed(self._stalled.items())}
@@ -218,7 +218,7 @@ def _ranks(text: str) -> set[int]:
 
 
 def uneven_steps(ranks: dict[int, SpeakerOutput], named_ranks: Collection[int], world: int) -> dict[int, int | None]:
-    """Returns each rank's last step, if most ranks printed the same one and the others only earlier ones."""
+    """Returns each rank's last step, if most ranks printed the same one and the others earlier ones; else empty."""
     counts = Counter(word for rank in named_ranks if rank in ranks for word in ranks[rank].steps)
     if not counts:
         return {}

@@ -119,7 +119,10 @@ def _with_steps(rank: RankEvidence, world: int, steps: Mapping[int, int | None])
 
 
 def _silent_hosts(job: LoggedJob, assignment: RankAssignment) -> tuple[NodeEvidence, ...]:
-    """Returns the one host that failed (Slurm) or closed connections, unless its ranks report their end."""
+    """Returns the only host that failed (says Slurm) or closed connections, unless its ranks report their end.
+
+    Empty if there are several such hosts.
+    """
     nodes = []
     for host in job.failed_hosts or job.closed_by:
         ranks = [rank for rank, output in assignment.outputs.items() if host in output.hosts]

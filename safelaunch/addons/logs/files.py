@@ -62,7 +62,7 @@ def _read_texts(paths: Sequence[Path], root: Path | None = None) -> EvidenceSour
 def _join(
     first: EvidenceSource, second: EvidenceSource, merge_rank: Callable[[RankEvidence, RankEvidence], RankEvidence]
 ) -> EvidenceSource:
-    """Merges evidence about the same job. ``merge_rank`` merges a rank that both have."""
+    """Merges two sources of evidence about the same job. ``merge_rank`` merges a rank that both contain."""
     ranks = {rank.rank: rank for rank in first.evidence.ranks if rank.rank not in first.evidence.labels}
     for rank in second.evidence.ranks:
         ranks[rank.rank] = merge_rank(ranks[rank.rank], rank) if rank.rank in ranks else rank

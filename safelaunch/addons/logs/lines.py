@@ -60,7 +60,7 @@ _DEEPEST, _MOST_FILES = 6, 4096
 
 
 def is_log(path: Path) -> bool:
-    """Returns whether the path is stdin, or a regular text file that may be compressed. Raises OSError."""
+    """Returns whether the path is stdin or a regular text file, compressed or not. Raises OSError."""
     if path == STDIN:
         return True
     if not path.is_file():
@@ -134,7 +134,7 @@ class _Shapes:
         self._met: Counter[bytes] = Counter()  # number of blocks that contain each other shape
 
     def reporting(self, part: bytes) -> set[bytes]:
-        """Returns shapes of lines that might report an error, except shapes in many blocks."""
+        """Returns the shapes of lines that might report an error, except shapes that occur in many blocks."""
         new = set(_shape(part).split(b"\n")) - self._harmless
         text = b"\n".join([b"", *new])
         literals = [literal for literal in _NEEDLES if literal in text]
@@ -192,7 +192,7 @@ _EXCEPTIONS = ("exc", "exc_info", "exc_text", "exception", "traceback", "stack_t
 
 
 def _record_lines(text: str) -> list[str]:
-    """Returns the lines of a JSON record, each with its rank, or just ``text``."""
+    """Returns the lines in a JSON record, each with its rank in front; if it isn't a record, only ``text``."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):

@@ -201,7 +201,7 @@ class LoggedJob:
                 output.errors = [pair for pair in output.earlier if not is_consequence(pair[1])] or output.errors
 
     def accept_last_errors(self) -> bool:
-        """Treats last exceptions as final despite later output; returns False if there are none or the job finished."""
+        """Counts the last exceptions as final despite later output; False if there are none or the job finished."""
         if self.events.finished:
             return False
         ends = {(error.line.file, error.line.number) for error in self.events.errors() if not error.since}

@@ -2,7 +2,7 @@
 
 Launchers nest prefixes: ``[rank3]:``, ``[default3]:``, `` 3: `` (``srun -l``), ``[1,3]<stderr>:`` (``mpirun``),
 ``(Worker pid=…)`` (Ray), ``[pod/…]`` (``kubectl``), ``host: `` (``pdsh``), ``worker-1 | `` (Docker Compose). Prefixes
-are removed one at a time; if several name a rank, torch's ``[rank3]`` wins. Other prefixes, such as those of torchrun's
+are removed one at a time; if several name a rank, torch's ``[rank3]`` wins. Other prefixes, such as torchrun's
 ``--log-line-prefix-template``, are learned from tracebacks.
 """
 
@@ -191,7 +191,7 @@ def speakers_by_file(names: Sequence[str]) -> dict[str, Speaker]:
 def host_pattern(lines: Sequence[str]) -> re.Pattern[str] | None:
     """Returns a pattern for the node, task or container names with which nearly all lines begin; None if they don't.
 
-    It also matches other names that differ only in their numbers. The launcher's first lines may lack a name.
+    It also matches other names that differ only in their numbers. The launcher's first lines might lack a name.
     """
     matches = [_HOST.match(line) for line in lines if line.strip()]
     matches_from_first = [match for match in dropwhile(lambda match: match is None, matches) if match is not None]

@@ -1,12 +1,12 @@
-"""Finds the stacks of processes in pasted text. It understands the output of these tools, in any order:
+"""Finds the stacks of processes in pasted text, in the formats of several tools, in any order.
 
 - ``py-spy dump``, also ``--native``, ``--json`` and ``--subprocesses``; ``py-spy record -f raw``
 - ``faulthandler``, also as torch calls it
 - gdb's ``py-bt`` and ``thread apply all py-bt``; Python frames of ``thread apply all bt``
 - ``pystack remote``, also ``--native``
 
-Lines between stacks can identify the process: ``=== PID 7 ===``, ``--- rank 3 ---``, ``RANK=3``, ``$ py-spy dump --pid 7``.
-So can a prefix of each line: ``[rank3]: ``.
+Lines between stacks can identify the process: ``=== PID 7 ===``, ``--- rank 3 ---``, ``RANK=3``,
+``$ py-spy dump --pid 7``. So can a prefix of each line: ``[rank3]: ``.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class _StackReader:
         return True
 
     def _opens(self, line: str) -> bool:
-        """Handles a thread's header. gdb prints its own header before ``py-bt``'s."""
+        """Handles a thread's header; returns False for other lines. gdb prints its own header before ``py-bt``'s."""
         match = next((match for header in _HEADERS if (match := header.match(line))), None)
         if match is None:
             return False
@@ -263,7 +263,10 @@ class _StackReader:
         return True
 
     def _adds(self, line: str) -> bool:
-        """Adds a frame. A frame without a header opens a thread without its innermost frames."""
+        """Adds a frame; returns False for other lines.
+
+        A frame without a header starts a thread, whose innermost frames are missing.
+        """
         if self._open is None:
             match = _SPIED_FRAME.match(line) if _PLACE.search(line) else None
             if match is None or not match["line"] or " " in match["function"] or not match["file"].endswith(".py"):
@@ -293,7 +296,7 @@ def _frame(raw: str, style: re.Pattern[str]) -> Frame | None:
 
 
 def _split_processes(process: SavedProcess) -> Iterator[SavedProcess]:
-    """Yields processes with one main thread each. py-spy prints it first, other tools last."""
+    """Splits a process into processes with one main thread each. py-spy prints that thread first, others last."""
     groups: list[list[SavedThread]] = [[]]
     first = any(thread.name == MAIN or not thread.has_innermost for thread in process.threads[:1])
     for candidate in process.threads:
@@ -333,7 +336,7 @@ class _SpiedThread(msgspec.Struct):
 
 
 def _json_at(lines: Sequence[str], at: int) -> tuple[list[_SpiedThread], int] | None:
-    """Returns the threads in a JSON list that begins at this line, and the line after it."""
+    """Returns the threads in a JSON list that begins at line ``at``, and the number of the next line, or None."""
     text = "\n".join(lines[at:])
     try:
         value, end = json.JSONDecoder().raw_decode(text.lstrip())

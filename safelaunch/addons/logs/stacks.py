@@ -99,7 +99,7 @@ class SavedStacks:
         return cls(tuple(stacks.values()), frozenset(whole))
 
     def evidence(self, *, only_named: bool = False) -> EvidenceSource | None:
-        """Returns the evidence, if any. ``only_named`` omits processes without a rank."""
+        """Returns the evidence in the stacks; None if there is none. ``only_named`` omits unidentified processes."""
         return _stack_evidence(self.processes, only_named=only_named) if self.processes else None
 
 
@@ -236,7 +236,7 @@ def _rank(process: SavedProcess) -> int | None:
 
 
 def _assign_ranks(ranks: Iterable[_ProcessStack]) -> None:
-    """Assigns ranks from titles' dimensions if each has one number, or from unique local ranks; drops shared ranks."""
+    """Assigns ranks from dimensions in titles if each has one number, or from unique local ranks; drops duplicates."""
     ranks = list(ranks)
     apart = any(len(_dimensions(rank.process)) > 1 for rank in ranks)
     for find in (_title_rank, _local_rank):
@@ -296,7 +296,7 @@ def _label(stack: _ProcessStack, *, is_only: bool) -> str:
 
 
 def _host(process: SavedProcess) -> str:
-    """Returns the pod, container or node named before the stack; empty if none is."""
+    """Returns the pod, container or node named before the stack, or ""."""
     for hint in reversed(process.hints):
         words = hint.strip(" =#*~+-$%:<>").split()
         at = next((n for n, word in enumerate(words) if word in ("exec", "ssh")), None)

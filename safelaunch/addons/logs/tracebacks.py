@@ -86,10 +86,10 @@ class OpenTraceback:
         return True
 
     def exception(self, at_s: float, *, cut_off: bool = False) -> RankException | None:
-        """Returns the last exception of a chain, or the first if the last is only a cleanup's effect.
+        """Returns the last exception of a chain, or the first if the last arose only in cleanup; None if incomplete.
 
         Args:
-            cut_off: The log ends here, perhaps before the exception's name.
+            cut_off: True if the log ends here, perhaps before the exception's name.
         """
         error = self._last(at_s) or (self._cut_off(at_s) if cut_off and self.state == "frames" else None)
         if error is None or not self.socket or (error.message and "ddress already in use" not in error.message):
@@ -146,7 +146,7 @@ class LinesAfter:
 
     @staticmethod
     def of(last: str, before: Collection[str]) -> LinesAfter:
-        """Starts counting after an error whose line is ``last``; ``before`` are lines before the traceback."""
+        """Starts counting after an error whose last line is ``last``; ``before`` are lines before the traceback."""
         shapes = frozenset(map(_shape, before))
         return LinesAfter(raising=_shape(last), shapes=shapes if len(shapes) < len(before) else frozenset())
 
@@ -162,7 +162,11 @@ class LinesAfter:
         self.usual += 1
 
     def is_end(self, error: RankException, *, has_failed: bool) -> bool:
-        """Returns whether ``error`` ended its process (``has_failed`` if another source reports its failure)."""
+        """Returns whether ``error`` ended its process.
+
+        Args:
+            has_failed: True if another source reports that the process failed.
+        """
         caught = error.type.rpartition(".")[2] in USUALLY_CAUGHT
         message = not self.usual and (bool(self.shapes) or self.numbers <= _FEW) and not caught
         if has_failed and max(self.usual, self.steps) > _FEW:  # it continued and ended later
@@ -187,7 +191,7 @@ SIGNALS = {
 
 @dataclass
 class Crash:
-    """What faulthandler or the interpreter printed at a fatal signal."""
+    """Output of faulthandler or of the interpreter at a fatal signal."""
 
     line: LogLine
     lines: list[str]
@@ -206,5 +210,5 @@ class Crash:
             self.since += from_script
 
     def is_end(self, *, has_failed: bool) -> bool:
-        """Returns whether the process ended here. If only a child crashed, its parent prints more."""
+        """Returns whether the process ended here. If only its child crashed, the process itself prints more lines."""
         return self.since <= (_MOST_SINCE if has_failed else _FEW)

@@ -44,7 +44,7 @@ def _by_function(
 
 
 def _by_line(times: Sequence[RankTime], location: CodeLocation) -> list[tuple[CodeLocation, float, Frame | None, str]]:
-    """Returns a function's lines, with shares that exclude waits: some of a backward's samples can be waits."""
+    """Returns a function's lines. Their shares exclude waits: some samples of a backward pass can be waits."""
     rank_lines = [time.lines.get(location, {}) for time in times]
     lines = {
         line: mean([shares.get(line, 0.0) for shares in rank_lines])

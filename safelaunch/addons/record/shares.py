@@ -200,7 +200,7 @@ def _split_backward(
     places: dict[CodeLocation, float],
     lines: dict[CodeLocation, dict[int, float]],
 ) -> None:
-    """Splits a backward: its time off the CPU is a wait for peers' gradients or a device."""
+    """Splits a backward pass: while off the CPU, it waits for peers' gradients or a device; the rest computes."""
     active: dict[CodeLocation, float] = defaultdict(float)
     for number, seconds in main.active:
         active[_place(stacks.activity(number))] += seconds / total_s
@@ -231,7 +231,7 @@ def _holders(main: ProcessRecord, total_s: float, stacks: StackIndex) -> tuple[G
 
 
 def workers_of(recording: Recording, stacks: StackIndex) -> WorkerTime | None:
-    """Returns the time of loader workers; None if none were sampled."""
+    """Returns how the DataLoader workers spend their time; None if none were sampled."""
     children = [child for rank in recording.ranks for child in rank.children if child.role == WORKER]
     mains = [thread for child in children for thread in child.threads if thread.main]
     total_s = sum(seconds for thread in mains for _, seconds in thread.stacks)

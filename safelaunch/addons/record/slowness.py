@@ -1,7 +1,7 @@
 """Finds the causes of a slow run in samples of all ranks.
 
-The rank that others wait for arrives last, so it is the one that waits least in collectives while they wait long. A
-difference counts if it exceeds the scatter of the samples.
+The rank that the others wait for arrives last, so it spends the least time in collectives, while the others spend much.
+A difference counts only if it exceeds the scatter of the samples.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MOSTLY = 0.9  # share of a function's time in one of its lines
 
 @dataclass(frozen=True, slots=True)
 class TimeFinding:
-    """A cause of slowness: its share of the time of ``ranks`` (0 to 1), a sentence, and advice, if any."""
+    """A cause of slowness: its share of the time of ``ranks`` (0 to 1), a sentence about it, and advice, if any."""
 
     kind: Slow
     share: float
@@ -126,7 +126,7 @@ def _late(times: Sequence[RankTime]) -> TimeFinding | None:
 
 
 def split(times: Sequence[RankTime]) -> tuple[list[RankTime], list[RankTime]] | None:
-    """Splits ranks into the few that arrive last and the others, which wait for them; None if all wait equally."""
+    """Splits the ranks into the few that arrive last and those that wait for them; None if all wait about equally."""
     order = sorted(times, key=lambda time: (time.waits, time.rank))
     most = len(order) // 2 if len(order) == 2 else (len(order) - 1) // 2
     cuts = [(order[at].waits - order[at - 1].waits, at) for at in range(1, most + 1)]
@@ -164,7 +164,7 @@ def _longest_wait(times: Sequence[RankTime]) -> CodeLocation | None:
 
 
 def _reason(late: Sequence[RankTime], rest: Sequence[RankTime], difference: float) -> tuple[str, Frame | None, str]:
-    """Returns the activity of late ranks while the others wait: text, line, and advice."""
+    """Returns what the late ranks do while the others wait: a description, a frame, and advice."""
     holder = _holder(late)
     if holder is not None and (_holder(rest) is None):
         return f": {_holds(holder)}", holder.frame, OTHER_THREAD
@@ -300,7 +300,7 @@ def _saving(times: Sequence[RankTime]) -> TimeFinding | None:
 
 
 def _script_line(times: Sequence[RankTime], late: TimeFinding | None) -> TimeFinding | None:
-    """Returns a finding if all ranks spend much time in one function of the script outside the model."""
+    """Reports a function of the script, outside the model, in which all ranks spend much time, if there is one."""
     least = {
         location: min(time.places.get(location, 0.0) for time in times)
         for location in {place for time in times for place in time.places if place.kind == "script" and place.file}

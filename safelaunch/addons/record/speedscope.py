@@ -1,4 +1,4 @@
-"""Converts a recording's stacks to speedscope's file format."""
+"""Converts the stacks of a recording to speedscope's file format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPEEDSCOPE_SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 
 
 def speedscope(recording: Recording) -> dict[str, Any]:
-    """Returns two profiles, of all main threads and of all threads and processes; weights are seconds."""
+    """Returns a file with two profiles: all main threads, and all threads and processes. Weights are in seconds."""
     frames: list[dict[str, Any]] = [
         {"name": frame.function or frame.file or "?", "file": frame.file, "line": frame.line}
         for frame in recording.frames
@@ -51,7 +51,7 @@ def speedscope(recording: Recording) -> dict[str, Any]:
 
 
 def profile(name: str, stacks: Mapping[tuple[int, ...], float]) -> dict[str, Any]:
-    """Returns one profile of weighted stacks (numbers of frames, outermost first)."""
+    """Returns one profile. ``stacks`` maps a stack (numbers of frames, outermost first) to its weight."""
     return {
         "type": "sampled",
         "name": name,

@@ -1,8 +1,8 @@
-"""Turns recorded calls into a small script that hangs in the same way, without I/O.
+"""Converts recorded calls to a small script that hangs in the same way. Does no I/O.
 
-``recorded`` selects the calls, ``programs`` builds a ``Program`` from them, ``fewer_ranks`` and ``tensor_sizes`` reduce
-it, ``fold`` finds what ranks and iterations have in common, and ``text`` writes the script. ``hang`` compares a run of
-the script with the job.
+``recorded`` selects the calls, and ``programs`` builds a ``Program`` from them. ``fewer_ranks`` and ``tensor_sizes``
+reduce it, ``fold`` finds what ranks and iterations have in common, and ``text`` writes the script. ``hang`` compares a
+run of the script with the job.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def reproduction_of(evidence: Evidence, options: ScriptOptions, read_source: Rea
 
 
 def _program(facts: CaseFacts, extent: Extent) -> Program:
-    """Builds the program with the fewest iterations before the divergence that lead to the same verdict."""
+    """Builds a program with as few iterations before the divergence as still lead to the same verdict."""
     program = program_of(facts, extent)
     size = sum(len(record.entries) for record in facts.alignment.records.values())
     if extent != Extent() or size > _MANY:

@@ -1,4 +1,4 @@
-"""Implements ``safelaunch reproduce PATH``: writes a script that hangs as the job did, from its recorded calls."""
+"""Implements ``safelaunch reproduce PATH``: writes a script that hangs as the job did, from recorded calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PATIENCE_S = 240
 def main(argv: list[str]) -> int:
     """Writes the script and runs it.
 
-    Returns 0; 1 if nothing in PATH can be replayed or the script doesn't hang as the job did; 2 if PATH has no
+    Returns 0; 1 if nothing in PATH can be replayed, or if the script doesn't hang as the job did; 2 if PATH contains no
     evidence.
     """
     words = parser().parse_args(argv)

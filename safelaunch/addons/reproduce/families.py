@@ -1,4 +1,4 @@
-"""Gives process groups with the same role, such as a job's tensor-parallel groups, a common name."""
+"""Gives a common name to process groups with the same role, such as the tensor-parallel groups of a job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Families = dict[str, list[tuple[int, ...]]]
 
 
 def with_group_families(program: Program) -> tuple[Program, Families]:
-    """Returns the program with family names in place of group names, and each family's groups."""
+    """Returns the program with family names instead of group names, and the groups of each family."""
     # Rank → group → its position among this rank's groups, by first call.
     firsts = {
         rank: dict.fromkeys(call.group for call in rank_program.calls) for rank, rank_program in program.ranks.items()

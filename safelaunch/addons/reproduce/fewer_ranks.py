@@ -1,4 +1,4 @@
-"""Reduces a program to as few ranks as reproduce the same verdict."""
+"""Reduces a program to as few ranks as still lead to the same verdict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ PredictVerdict = Callable[[Program], tuple[str, list[int]]]  # cause and culprit
 
 
 def fewest_ranks(program: Program, culprits: Collection[int], predict: PredictVerdict) -> list[int]:
-    """Returns the fewest ranks that lead to the same verdict, or all if ``predict`` doesn't name the ``culprits``."""
+    """Returns the smallest set of ranks that leads to the same verdict.
+
+    Returns all ranks if the verdict that ``predict`` returns doesn't name the ``culprits``.
+    """
     every_rank, cause = sorted(program.ranks), predict(program)[0]
     kinds: dict[object, list[int]] = {}
     for rank in set(every_rank) - set(culprits):
@@ -38,7 +41,7 @@ def _kind(program: RankProgram) -> object:
 
 
 def restricted_to(program: Program, kept: Collection[int]) -> Program:
-    """Returns the program for some of its ranks, renumbered, with groups of only these."""
+    """Returns the program of the ``kept`` ranks, renumbered; its groups contain only these ranks."""
     number = {rank: place for place, rank in enumerate(sorted(kept))}
     fewer = _Renumbering({name: program.members(name) for name in (WORLD, *program.groups)}, number)
     groups = {name: ranks for name in program.groups if len(ranks := fewer.ranks(name)) > 1}
@@ -65,7 +68,7 @@ class _Renumbering:
         return replace(rank_program, calls=tuple(filter(None, calls)), entries=entries)
 
     def call(self, call: ScriptCall) -> ScriptCall | None:
-        """Returns the renumbered call; None if no other member remains."""
+        """Returns the call with new rank numbers; None if no other member of its group remains."""
         parts = tuple(filter(None, map(self.call, call.parts)))
         peer = self.place(call.group, call.peer)
         if len(self.ranks(call.group)) < 2 or (peer is None and call.peer is not None) or len(parts) < bool(call.parts):
@@ -76,7 +79,7 @@ class _Renumbering:
         return replace(call, parts=parts, peer=peer, root=root, other_roots=other_roots)
 
     def place(self, group: str, place: int | None) -> int | None:
-        """Returns the new position of a group's member; None if that rank is omitted."""
+        """Returns the new position of a group's member; None if that rank isn't kept."""
         if place is None or place >= len(self.members[group]):
             return None
         rank = self.members[group][place]

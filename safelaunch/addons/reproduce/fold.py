@@ -1,4 +1,4 @@
-"""Merges the programs of many ranks into one, with branches and loops. Items can be any hashable objects."""
+"""Merges the programs of many ranks into one program with branches and loops. Items can be any hashable objects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RepeatedItems:
 
 @dataclass(frozen=True)
 class RankBranch:
-    """Alternatives for different ranks."""
+    """A branch, with alternatives for different ranks."""
 
     sides: tuple[tuple[RankSet, tuple[FoldNode, ...]], ...]
     rest: tuple[FoldNode, ...] = ()  # alternative for all other ranks that reach this node; can be empty
@@ -39,9 +39,9 @@ FoldNode = RankStep | RepeatedItems | RankBranch
 
 
 def merged(programs: Mapping[int, Sequence[Item]]) -> tuple[FoldNode, ...]:
-    """Returns one program that makes each rank run its own program of ``programs``.
+    """Returns one program in which each rank executes its own program from ``programs``.
 
-    No rank returns from its last item, so anything can follow it.
+    A rank's last item never returns, so any items can follow it.
     """
     return tuple(_branched(_level(programs), frozenset(programs)))
 
@@ -64,7 +64,7 @@ def _level(programs: Mapping[int, Sequence[Item]]) -> list[RankStep | RepeatedIt
 
 
 def _aligned(programs: Mapping[int, Sequence[Item]]) -> list[RankStep]:
-    """Returns all items with the ranks that execute them, in an order that keeps each rank's."""
+    """Returns all items, each with the ranks that execute it, in an order that preserves the order of each rank."""
     sides: dict[tuple[Item, ...], list[int]] = {}
     for rank, items in programs.items():
         sides.setdefault(tuple(items), []).append(rank)
@@ -104,7 +104,7 @@ def _with_the_stuck(steps: Sequence[RankStep]) -> list[RankStep]:
 
 
 def _folded(steps: Sequence[RankStep], codes: Sequence[int]) -> list[RankStep | RepeatedItems]:
-    """Replaces repetitions by loops: at each position the shortest among the loops that cover most items."""
+    """Replaces repetitions by loops: at each position, by the loop that covers most items (of these, the shortest)."""
     nodes: list[RankStep | RepeatedItems] = []
     at = 0
     while at < len(steps):
@@ -133,7 +133,7 @@ def _round_at(codes: Sequence[int], at: int) -> tuple[int, int]:
 
 
 def _ranks_of(node: FoldNode) -> tuple[RankSet, RankSet] | None:
-    """Returns the ranks that execute the node, and the ranks that never reach it; None if its parts differ in these."""
+    """Returns the ranks that execute the node, and the ranks that never reach it; None if its parts differ."""
     if isinstance(node, RankStep):
         return node.ranks, node.beyond
     if isinstance(node, RankBranch):
@@ -143,7 +143,7 @@ def _ranks_of(node: FoldNode) -> tuple[RankSet, RankSet] | None:
 
 
 def _branched(level: Sequence[FoldNode], here: RankSet) -> Iterator[FoldNode]:
-    """Yields the nodes with branches, for the ranks that reach them (``here``)."""
+    """Yields the nodes, if necessary within branches, for the ranks that reach them (``here``)."""
     parts: list[tuple[RankSet, tuple[FoldNode, ...]]] = []
     for who, nodes in groupby(level, key=_ranks_of):
         ranks, beyond = who or (here, here)

@@ -1,4 +1,4 @@
-"""Lists the calls and types that gloo on a CPU supports, and models which rooted calls return without some ranks."""
+"""Lists what gloo supports on a CPU, and models which rooted calls return even though ranks are missing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TYPES = {
 
 
 def can_return(op: str, root: int, entered: Collection[int], place: int, size: int) -> bool:
-    """Returns whether a rank returns from a rooted call that only ``entered`` have made.
+    """Returns whether a rank can return from a rooted call that only the ranks ``entered`` have made.
 
     In gloo, a send of any size waits for its receive, and a broadcast uses a binomial tree. Ranks are positions in the
     group.

@@ -1,7 +1,7 @@
-"""Describes how a job hangs, and compares it with a run of the script.
+"""Describes how a job hangs, and compares that with a run of the script.
 
-The script's conditions differ from the job's source: if recorded calls don't distinguish some ranks, the script might
-treat them differently than the job did.
+The conditions in the script differ from those in the job's source: if the recorded calls don't distinguish some ranks,
+the script might assign them different roles than the job did.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Hang:
     by_calls: frozenset[int] | None = None  # culprits according to calls alone; None if the cause then differs
 
     def names_like(self, other: Hang) -> bool:
-        """Returns whether the culprits are the same, or can't be distinguished by the calls of either job."""
+        """Returns whether the culprits are the same, or can't be told apart by the calls in either hang."""
         if set(self.culprits) == set(other.culprits):
             return True
         tied = self.by_calls
@@ -63,7 +63,7 @@ _STAND_INS = {
 
 
 def hang_of(evidence: Evidence, kept: Sequence[int], read_source: ReadSource | None = None) -> Hang:
-    """Describes a hang, with the numbers of the ``kept`` ranks in a script of only these."""
+    """Describes a hang. Ranks get the numbers that they have in a script with only the ``kept`` ranks."""
     verdict, facts = diagnose(evidence, read_source), CaseFacts.of(evidence, read_source)
     number = {rank: place for place, rank in enumerate(kept)}
     ranks = {number[rank]: _wait_position(facts, rank, number) for rank in facts.ranks if rank in number}
@@ -77,9 +77,9 @@ def _named(verdict: Verdict, number: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def compare_run(recorded: Hang, run: Evidence, read_source: ReadSource | None = None) -> tuple[list[str], Hang]:
-    """Returns the run's differences from the job, and how it hangs.
+    """Returns how the run differs from the job, and how the run hangs.
 
-    If the job left only records, the run's records alone are compared, too, and the closer result counts.
+    If the job left only records, then only the run's records are compared, too, and the closer of both results counts.
     """
     bare = tuple(
         RankEvidence(rank=rank.rank, host=rank.host, pid=rank.pid, flight_record=rank.flight_record)
@@ -102,7 +102,7 @@ def _wait_position(facts: CaseFacts, rank: int, number: Mapping[int, int]) -> Wa
 
 
 def differences(recorded: Hang, run: Hang) -> list[str]:
-    """Returns the run's differences from the job, one sentence each; empty if it hangs in the same way."""
+    """Returns how the run's hang differs from the recorded one, one sentence each; empty if it is the same."""
     sentences = []
     crashes = {hang.outcome == "crash" for hang in (recorded, run)}  # a dump or an early look can show a hang as well
     for rank, position in recorded.ranks.items():

@@ -1,6 +1,6 @@
-"""Describes the script's calls: its groups, and each rank's calls in them.
+"""Describes a script's program: its process groups, and the calls that each rank makes in them.
 
-Ranks are numbered from 0 without gaps. ``ScriptCall.root`` and ``ScriptCall.peer`` are ranks of the call's group.
+Ranks are numbered from 0 without gaps. ``ScriptCall.root`` and ``ScriptCall.peer`` are ranks within the call's group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Builds the program that a job's ranks ran, from shortly before they diverged to the hang."""
+"""Builds the program that the ranks of a job ran, from shortly before they diverged until the hang."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ RankPrograms = Mapping[int, RankProgram]
 
 
 def pass_calls(programs: RankPrograms, keys: Keys, members: GroupRanks) -> tuple[dict[int, RankProgram], list[int]]:
-    """Makes finished calls asynchronous until each rank reaches its end.
+    """Makes completed calls asynchronous until each rank gets to its end.
 
-    It changes as few lines as possible, and all calls of a changed line. Returns the programs, and the ranks that gloo
-    lets return from the last call, in which they had waited.
+    Changes as few lines as possible, and on a changed line, all calls. Returns the programs, and the ranks that gloo
+    lets return from the last call although they waited in it in the job.
     """
     left: set[object] = set()
     while True:
@@ -96,7 +96,7 @@ def _played(programs: RankPrograms, keys: Keys, members: GroupRanks, left: Colle
 
 
 def _unwaited(program: RankProgram, left: Collection[object]) -> RankProgram:
-    """Makes these calls asynchronous, and keeps ``ScriptEnd.work`` on the same call."""
+    """Makes the calls in ``left`` asynchronous. Keeps ``ScriptEnd.work`` on the same call."""
     calls = tuple(
         replace(call, waited_for=False) if _over(program, at) and _kind(call) in left else call
         for at, call in enumerate(program.calls)
@@ -115,13 +115,13 @@ _ENDS = {"rank-killed": "is killed", "rank-exception": "raises", "rank-exited": 
 
 
 def program_of(facts: CaseFacts, extent: Extent) -> Program:
-    """Builds the program of a job. Its notes list whatever can't be replayed."""
+    """Builds the program of a job. Its notes list everything that can't be replayed."""
     return _EntryReader(facts, extent).program()
 
 
 @dataclass(frozen=True)
 class _CallEntries:
-    """A call and its record entries, several for a batch of sends and receives."""
+    """A call and its record entries. A batch of sends and receives has several."""
 
     call: ScriptCall
     entries: tuple[Collective, ...]
@@ -132,7 +132,7 @@ class _CallEntries:
 
     @property
     def as_left(self) -> ScriptCall:
-        """The call, asynchronous if the rank continued before it had finished."""
+        """The call; asynchronous if the rank continued before the call was complete."""
         return self.call if self.over else replace(self.call, waited_for=False)
 
     def is_at(self, group: str | None, number: int | None) -> bool:
@@ -187,7 +187,7 @@ class _EntryReader:
         return tuple(sorted(next((ranks for ranks in recorded if ranks), ()) or self._facts.alignment.ranks_of(group)))
 
     def _makers(self) -> dict[str, frozenset[int]]:
-        """Returns the creators of each group that only some ranks created, as each rank numbers its groups itself."""
+        """Returns the creators of each group that some ranks didn't create: then each rank numbers groups by itself."""
         made: dict[int, int] = {}
         for rank, rank_facts in self._facts.ranks.items():
             number = rank_facts.evidence.gil.groups_made
@@ -224,7 +224,7 @@ class _EntryReader:
         return RankProgram(_left(made), end, before=end.kind == "stalls" and alone and self._some_in_init)
 
     def _waiting(self, rank_facts: RankFacts, made: Sequence[_CallEntries]) -> RankProgram:
-        """Returns the program of a rank that waits in its latest call, an earlier one, or an unrecorded one."""
+        """Returns the program of a rank that waits in its latest call, in an earlier one, or in an unrecorded one."""
         assert rank_facts.wait is not None
         wait = rank_facts.wait
         at = next((n for n, call in enumerate(made) if call.is_at(wait.group, wait.seq)), None)
@@ -246,7 +246,7 @@ class _EntryReader:
         return any(rank.wait is not None and rank.wait.kind == "init" for rank in self._facts.ranks.values())
 
     def _made(self, rank: int, calls: Sequence[RecordedEntry]) -> list[_CallEntries]:
-        """Converts entries to calls, in record order. A batch of sends and receives is one call."""
+        """Converts entries to calls, in the order of the record. A batch of sends and receives becomes one call."""
         result: list[_CallEntries] = []
         for (is_p2p, _), same in groupby(calls, key=_launch_of):
             together = list(same)
@@ -260,7 +260,7 @@ class _EntryReader:
         return result
 
     def _borrowed(self, rank: int) -> list[_CallEntries]:
-        """Returns calls of a rank without a record: those that its peers can't have completed without it."""
+        """Returns the calls of a rank that has no record: those that its peers can't have completed without it."""
         over = {call.key for calls in self._calls.values() for call in calls if call.entry.completed}
         alignment = self._facts.alignment
         of_mine = {
@@ -314,7 +314,7 @@ class _EntryReader:
         return sizes
 
     def _call_of_wait(self, rank_facts: RankFacts) -> Iterator[ScriptCall]:
-        """Yields a call that only the rank's stack shows: gloo records no sends, some torch versions nothing."""
+        """Yields a call that only the rank's stack shows: gloo records no sends, and some versions of torch nothing."""
         wait = rank_facts.wait
         assert wait is not None
         if wait.kind == "init":
@@ -375,10 +375,10 @@ def _end_of(rank_facts: RankFacts) -> ScriptEnd:
 
 
 class _Roots:
-    """The root of each rooted collective, as a rank of its group.
+    """Finds the root of each rooted collective, as a rank of its group.
 
-    It comes from the ranks' stacks, or the sizes of a gather or scatter. Otherwise it is the root with which gloo keeps
-    most of the waiting ranks waiting and lets the others return.
+    The root comes from the ranks' stacks, or from the sizes of a gather or scatter. If neither shows it, it is the root
+    for which gloo's behaviour fits best: most of the waiting ranks wait, and the others return.
     """
 
     def __init__(self, facts: CaseFacts, calls: Mapping[int, Sequence[RecordedEntry]]) -> None:
@@ -403,7 +403,7 @@ class _Roots:
             yield "The root of a hanging call is one that the waiting ranks could be waiting for."
 
     def of_all(self, entry: RecordedEntry) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Returns the root that most ranks of the call name, and the roots that the other ranks name."""
+        """Returns the root that most ranks of the call report, and the roots that the other ranks report."""
         if entry.key not in self._found:
             roots = {rank: self._place(rank, entry) for rank in self._there[entry.key]}
             usual, _ = Counter(roots.values()).most_common(1)[0]

@@ -1,6 +1,6 @@
-"""Selects the recorded calls of all ranks, from shortly before they diverged to the hang.
+"""Selects the recorded calls of all ranks, from shortly before they diverged until the hang.
 
-A call is omitted on all members of its group, so the remaining calls match as before.
+If a call is left out, it is left out on all members of its group, so that the remaining calls still match.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RecordedEntry:
 
 
 def recorded(facts: CaseFacts, extent: Extent) -> dict[int, list[RecordedEntry]]:
-    """Returns each rank's calls to replay, oldest first."""
+    """Returns the calls of each rank to replay, oldest first."""
     every = {rank: _entries_of(facts, rank) for rank in sorted(facts.alignment.records)}
     begins = _together({rank: _begin(facts, calls, extent) for rank, calls in every.items()}, every)
     first: dict[MatchKey, int] = {}
@@ -94,7 +94,7 @@ def _begin(facts: CaseFacts, calls: Sequence[RecordedEntry], extent: Extent) -> 
 
 
 def _together(begins: Mapping[int, int], every: Mapping[int, Sequence[RecordedEntry]]) -> dict[int, int]:
-    """Moves each begin to the latest earlier call that all ranks made, or to the first call if there is none."""
+    """Moves each rank's begin back to the latest call that all ranks made; without a near one, to its first call."""
     places = {
         rank: {(entry.meeting, entry.place): at for at, entry in enumerate(calls)} for rank, calls in every.items()
     }
@@ -108,7 +108,7 @@ def _together(begins: Mapping[int, int], every: Mapping[int, Sequence[RecordedEn
 
 
 def _parted(facts: CaseFacts) -> dict[MatchKey, int]:
-    """Returns, by group, the first number at which its members made different calls, or a member made none."""
+    """Returns, for each group, the first number at which its members made different calls, or a member made none."""
     divergences: dict[MatchKey, int] = {}
     for group in facts.alignment.groups():
         parted = facts.histories.in_group(group).diverged_at
@@ -123,7 +123,10 @@ def _recording(facts: CaseFacts, group: str) -> list[int]:
 
 
 def _rounds_before(calls: Sequence[RecordedEntry], end: int, rounds: int) -> int:
-    """Returns where the last few complete iterations before ``end`` begin, or the last few calls if none repeat."""
+    """Returns the index at which the last ``rounds`` complete iterations before ``end`` begin.
+
+    If no calls repeat, returns the index of the last few calls.
+    """
     codes = [(signature(call.entry), call.entry.group, call.entry.frames) for call in calls[:end]]
     for period in range(1, min(_LONGEST_ROUND, end // 2) + 1):
         if codes[end - period : end] == codes[end - 2 * period : end - period]:
@@ -135,7 +138,7 @@ def _rounds_before(calls: Sequence[RecordedEntry], end: int, rounds: int) -> int
 
 
 def _first_kept(calls: Sequence[RecordedEntry], begin: int) -> Mapping[MatchKey, int]:
-    """Returns, by meeting, the first place that is kept, or the place after the last one."""
+    """Returns, for each key, the first number that is kept; if there isn't one, the number after the last."""
     firsts: dict[MatchKey, int] = {}
     for at, entry in enumerate(calls):
         if at < begin:
@@ -146,9 +149,9 @@ def _first_kept(calls: Sequence[RecordedEntry], begin: int) -> Mapping[MatchKey,
 
 
 def _behind_lost(facts: CaseFacts, rank: int, meeting: MatchKey) -> int:
-    """Returns the first number that ``rank``'s ring buffer can't have lost, in a group without entries there.
+    """Returns the first number that ``rank``'s ring buffer can't have lost, in a group without entries in it.
 
-    If nothing shows the last call that the rank made in the group, it is the number after everything that has finished.
+    If nothing shows which call was the rank's last in the group, it is the number after all completed calls.
     """
     if len(meeting) > 1 or facts.alignment.is_whole(rank):
         return 0

@@ -1,4 +1,4 @@
-"""Predicts the verdict on a run of the script from the records that it will leave."""
+"""Predicts the verdict on a run of the script from the records that the run will leave."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ScriptComment = tuple[str, list[int]]  # cause and culprits
 
 
 def places_matter(program: Program, nodes: Sequence[FoldNode]) -> bool:
-    """Returns whether the verdict depends on the line from which equal calls are made."""
+    """Returns whether the verdict depends on the lines from which equal calls are made."""
     steps = {rank: list(done(nodes, rank)) for rank in program.ranks}
     lines, items = ({r: [k(s) for s in made] for r, made in steps.items()} for k in (id, lambda step: step.item))
     return _verdict_at(program, lines) != _verdict_at(program, items)
 
 
 def records_verdict(program: Program) -> ScriptComment:
-    """Returns the verdict on the script's records, if it makes equal calls from one line."""
+    """Returns the verdict on the script's records if the script makes equal calls from the same line."""
     named, _ = with_group_families(program)
     return _verdict_at(named, {rank: rank_program.calls for rank, rank_program in named.ranks.items()})
 

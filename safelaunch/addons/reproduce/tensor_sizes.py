@@ -1,4 +1,4 @@
-"""Makes tensors smaller, or larger if gloo wouldn't hang otherwise."""
+"""Makes tensors smaller, or larger if gloo wouldn't hang with small ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_large(program: Program) -> bool:
 
 
 def with_small_tensors(program: Program) -> Program:
-    """Makes each tensor as small as possible. Different element counts stay different."""
+    """Makes each tensor as small as possible. Different numbers of elements remain different."""
     step = program.world_size if any(call.op in _DIVIDED for call in _every(program)) else 1
     small = {number: (place + 1) * step for place, number in enumerate(sorted(_numbers(program)))}
 
@@ -38,10 +38,10 @@ ABORTS = (
 
 
 def with_sizes_that_gloo_checks(program: Program) -> Program:
-    """Enlarges tensors so that gloo notices different sizes in an ``all_reduce``.
+    """Enlarges tensors so that gloo notices if their sizes differ in an ``all_reduce``.
 
-    gloo aborts a rank that receives a longer segment than its own. With segments of the same length, but fewer on some
-    ranks, ranks return from the call. Each rank has two segments.
+    gloo aborts a rank that receives a segment longer than its own. If the segments are equally long, but some ranks
+    have fewer, the ranks return from the call instead. Each rank has two segments.
     """
     for group in {call.group for call in _every(program)}:
         last = [rank.calls[-1] for rank in program.ranks.values() if rank.calls and rank.end.kind == "waits"]

@@ -1,7 +1,7 @@
 """Writes a program as a script that needs only torch.
 
-Names of files, groups and operations come from dumps, which aren't trusted. They occur only in comments, in ASCII and
-on one line. Everything else consists of numbers and of words from this module.
+Names of files, groups and operations come from dumps, which are untrusted. The script contains them only in comments,
+in ASCII and on one line. Everything else in it consists of numbers and of words from this module.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Script:
 
 
 def script(program: Program, recorded: Sequence[str], name: str) -> Script:
-    """Writes the whole script. ``recorded`` describes the recording, one item per paragraph."""
+    """Writes the complete script. ``recorded`` describes the recording, one paragraph per item."""
     named, families = with_group_families(program)
     items = {rank: _items(rank_program) for rank, rank_program in named.ranks.items()}
     dtypes = {dtype for rank in program.ranks.values() for call in _flat(rank) for dtype in call.dtypes}
@@ -91,7 +91,7 @@ def _comment(text: str, hanging: str = "") -> list[str]:
 
 
 def plain(text: str) -> str:
-    """Returns the text without secrets, in printable ASCII, on one line: nothing in it can end a comment."""
+    """Returns the text without secrets, in printable ASCII and on one line, so that nothing in it can end a comment."""
     flat = " ".join(redact_text(text).split())
     return "".join(c if " " <= c <= "~" else "?" for c in flat)
 
@@ -117,7 +117,7 @@ def _imports(body: Sequence[str]) -> list[str]:
 
 
 def _initialization(program: Program) -> Iterator[str]:
-    """Yields the lines before the groups: ranks that don't join, and the default group."""
+    """Yields the lines before the process groups: which ranks don't join, and the default group."""
     late = {rank: rank_program for rank, rank_program in program.ranks.items() if rank_program.before}
     if late:
         yield 'rank = int(os.environ["RANK"])'
@@ -182,9 +182,9 @@ class _Writer:
         return _ending(item) if isinstance(item, ScriptEnd) else self._call(item)
 
     def list_of_calls(self, nodes: Sequence[fold.FoldNode]) -> Iterator[str]:
-        """Yields each distinct call as a function, a list of calls for each rank, and one line that makes them.
+        """Yields a function for each distinct call, a list of calls for each rank, and one line that makes all calls.
 
-        All ranks then make equal calls from the same line.
+        All ranks therefore make equal calls from the same line.
         """
         distinct = dict.fromkeys(step.item for rank in self._program.ranks for step in fold.done(nodes, rank))
         names: dict[Item, str] = {item: f"call_{number}" for number, item in enumerate(distinct, 1)}

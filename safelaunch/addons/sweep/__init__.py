@@ -1,4 +1,4 @@
-"""Runs many jobs on one node: expands, schedules, journals and summarises a sweep. Each job is a safelaunch run."""
+"""Runs many jobs: expands, schedules, journals and summarizes a sweep. Each job is a safelaunch run."""
 
 from __future__ import annotations
 

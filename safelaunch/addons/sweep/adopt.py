@@ -23,7 +23,7 @@ def adopt(
 ) -> tuple[dict[str, JobHistory], dict[str, Attempt], list[Attempt]]:
     """Returns each job's history, the attempts to adopt (by job), and the attempts to cancel.
 
-    An attempt is adopted if it is its job's last, hasn't ended, and does the same work as the job does now.
+    An attempt is adopted if it is the last one of its job, hasn't ended, and does the same work as the job would now.
     """
     works = {job.name: job.fingerprint for job in jobs}
     left = [attempt for attempt in history.unfinished if attempt.handed]
@@ -43,7 +43,7 @@ def adopt(
 def end_strays(
     strays: Sequence[Attempt], queue: Scheduler, journal: Journal, paths: SweepPaths, say: Callable[[str], None]
 ) -> None:
-    """Cancels these attempts and waits for their end. Raises SafelaunchError if some don't end."""
+    """Cancels these attempts and waits until they have ended. Raises SafelaunchError if some don't end."""
     if not strays:
         return
     jobs = ", ".join(sorted({stray.job for stray in strays}))

@@ -1,11 +1,11 @@
-"""Reads and writes an attempt's files, which survive even after the scheduler has forgotten the attempt.
+"""Reads and writes the files of an attempt, which remain even after the scheduler has forgotten the attempt.
 
-They are in the job's directory, which every node and the submitting host share:
+They are in the job's directory, which all nodes and the submitting host share:
 
-    attempt-1.claim   the task that runs the attempt: a link that only one task can make, so no attempt runs twice
+    attempt-1.claim   the task that runs the attempt: only one task can create this link, so no attempt runs twice
     attempt-1.end     its outcome
     attempt-1.pace    its latest step
-    attempt-1.closed  its outcome has been recorded: a task that the scheduler requeues later must not start
+    attempt-1.closed  its outcome was recorded, so a task that the scheduler requeues must not start
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class AttemptFiles:
         return self._stem.with_name(f"{self._stem.name}.{kind}")
 
     def claim(self, own_claim: AttemptClaim) -> AttemptClaim | None:
-        """Claims the attempt. Returns None on success, else the other task's claim. Raises OSError."""
+        """Claims the attempt. Returns None on success, or else the claim of another task. Raises OSError."""
         path, beside = self._path("claim"), self._new_file("claim", own_claim)
         try:
             if _link(beside, path):
@@ -110,7 +110,7 @@ class AttemptFiles:
 
 
 def _link(source: Path, path: Path) -> bool:
-    """Links the file to a new name and returns True, unless the name is taken; copies it if the disk has no links."""
+    """Links the file to a new name; copies it if the disk doesn't support links. Returns False if the name is taken."""
     try:
         os.link(source, path)
     except FileExistsError:

@@ -1,8 +1,9 @@
 """Submits jobs to a scheduler, follows them, and cancels them.
 
-A job is recorded before its submission, under a name by which the scheduler can find it. Its task first claims the
-attempt with a file (``task``). So a job runs only once even if it is submitted twice, after a kill or an unclear
-answer. Jobs stay with the scheduler if colaunch is killed; ``--resume`` finds them there.
+A job is recorded before it is submitted, under a name by which the scheduler can find it. Its task starts by claiming
+the attempt with a file (``task``). So a job runs only once even if it was submitted twice, because colaunch was killed
+or the scheduler's answer was unclear. If colaunch is killed, jobs stay with the scheduler, and ``--resume`` finds them
+there.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class SubmittedAttempt:
 
 
 class BatchEngine:
-    """Runs the jobs of ``sweep`` through ``queue``.
+    """Runs the jobs of ``sweep`` through the scheduler ``queue``.
 
     Args:
         before: Earlier attempts that the scheduler might still have.
@@ -147,7 +148,7 @@ class BatchEngine:
                 return
 
     def _after(self, job: SweepJob) -> tuple[str, ...] | None:
-        """Returns the scheduler's numbers of unfinished jobs that ``job`` needs; None while they are unknown."""
+        """Returns the scheduler's numbers of unfinished jobs that ``job`` depends on; None while one is unknown."""
         numbers = []
         for name in job.needs:
             if self._sweep.tracks[name].state == "succeeded":
@@ -159,7 +160,7 @@ class BatchEngine:
         return tuple(numbers)
 
     def _write(self, attempt: SubmittedAttempt, after: tuple[str, ...]) -> bool:
-        """Writes the script and the journal record, and queues the submission; returns False on failure."""
+        """Writes the script and the journal record, then queues the submission; returns False if writing failed."""
         job, paths = attempt.job, self._site.paths
         name = work_name(job.group, self._site.sweep_id, self._submissions + 1)
         work = SubmittedWork(name, job, paths.batch_script(name), paths.batch_output(name), after)
@@ -200,7 +201,7 @@ class BatchEngine:
             )
 
     def _submit_some(self, some: Sequence[tuple[SubmittedAttempt, SubmittedWork]]) -> list[str | QueueError]:
-        """Submits works until the scheduler is unavailable; returns its answers. Runs in a thread."""
+        """Submits work until the scheduler is unavailable; returns the scheduler's answers. Runs in a thread."""
         answers: list[str | QueueError] = []
         for _, work in some:
             try:
@@ -275,7 +276,7 @@ class BatchEngine:
         self._list_due_s = self._listed_s + self._list_every_s
 
     def _read_files(self) -> None:
-        """Reads the tasks' files. A new claim triggers a listing; an end might make one unnecessary."""
+        """Reads the files of all tasks. After a new claim, lists jobs soon; an end might make that unnecessary."""
         began_s = self._clock()
         if began_s < self._files_due_s:
             return
@@ -328,7 +329,7 @@ class BatchEngine:
         self._say(f"{attempt.job.name}: {state if state != 'waiting' else 'will be submitted again'} ({why})")
 
     def _judge(self, attempt: SubmittedAttempt) -> AttemptOutcome | None:
-        """Returns the outcome of an ended attempt; None if it is active or never started."""
+        """Returns the outcome of an attempt that has ended; None if it is active or never started."""
         before = attempt.position
         position = attempt.position = judge(attempt.listed, attempt.claim, attempt.end)
         if position.stage in ("queued", "running"):
@@ -388,7 +389,7 @@ class BatchEngine:
         self._list_due_s = 0.0
 
     def _to_cancel(self) -> list[str]:
-        """Returns jobs to cancel: all once the sweep is stopped, and duplicate submissions of a running attempt."""
+        """Returns the jobs to cancel: all once the sweep is stopped; before that, duplicates of a running attempt."""
         numbers: list[str] = []
         for attempt in self._attempts.values():
             if self._sweep.stopped:

@@ -21,7 +21,7 @@ class SweepPrograms:
 
 
 def work_name(group: str, sweep_id: str, number: int) -> str:
-    """Returns a unique name such as ``train.3f9a2c1b44-1``, which the scheduler lists."""
+    """Returns a unique name for the scheduler's list, such as ``train.3f9a2c1b44-1``."""
     return f"{re.sub('[^A-Za-z0-9._-]', '-', group)[:40] or 'colaunch'}.{sweep_id}-{number}"
 
 

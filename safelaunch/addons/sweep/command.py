@@ -1,4 +1,4 @@
-"""Implements ``safelaunch colaunch``: many jobs, each a safelaunch run, on this node or through a scheduler."""
+"""Implements ``safelaunch colaunch``: runs many jobs, each a safelaunch run, on this node or through a scheduler."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ every job succeeded, 1 if not, 2 for an error in the sweep (nothing started), 12
 
 @dataclass(frozen=True, slots=True)
 class SweepOptions:
-    """Options of a sweep: either ``spec``, or ``grid`` (possibly empty) and ``command``."""
+    """Options of a sweep. Either ``spec`` is given, or ``command`` and ``grid`` (which can be empty)."""
 
     grid: tuple[Axis, ...]
     command: tuple[str, ...]
@@ -117,7 +117,10 @@ class SweepOptions:
 
 
 def main(argv: list[str]) -> int:
-    """Returns 0 if every job succeeded, 1 if not, 2 if nothing started, 128 + N if signal N stopped the sweep."""
+    """Runs a sweep.
+
+    Returns 0 if every job succeeded, 1 if not, 2 if nothing started, or 128 + N if signal N stopped the sweep.
+    """
     options = parse(argv)
     cwd, environ = working_directory(), dict(os.environ)
     redact.use(Redactor(secret_values(environ, argv, [os.fspath(cwd)])).text)
@@ -298,7 +301,7 @@ OURS = {
 def make_pool(
     jobs: Sequence[SweepJob], slots: int | None, at_most: int | None, environ: Mapping[str, str]
 ) -> SharePool:
-    """Returns the node's GPUs (those in CUDA_VISIBLE_DEVICES if set), else slots. Raises ResourceError."""
+    """Returns the node's GPUs (only those in CUDA_VISIBLE_DEVICES, if set), or else slots. Raises ResourceError."""
     pool: SharePool | None = None
     if slots is None:
         gpus = GpuPool(environ)
@@ -314,7 +317,7 @@ def make_pool(
 
 
 def check_jobs(jobs: Sequence[SweepJob], on: str | Scheduler, environ: Mapping[str, str]) -> None:
-    """Raises SpecError for a job that safelaunch would reject, or without a working directory."""
+    """Raises SpecError for a job that safelaunch would reject, or whose working directory doesn't exist."""
     try:
         torch: torchrun.TorchInstallation | None = torchrun.find(environ)
     except UsageError:
@@ -379,7 +382,7 @@ def _check_nodes(job: SweepJob, on: str | Scheduler, command: CommandLine) -> No
 
 
 def parse(argv: list[str]) -> SweepOptions:
-    """Parses the command line. Raises UsageError; argparse exits for ``--help`` and its own errors (code 2)."""
+    """Parses the command line. Raises UsageError; for ``--help`` and its own errors (code 2), argparse exits."""
     split = argv.index("--") if "--" in argv else len(argv)
     command = tuple(argv[split + 1 :])
     words = parser().parse_args(argv[:split])

@@ -1,4 +1,4 @@
-"""Defines the interface of an engine: ``local.Local``, or ``batch.BatchEngine`` with a ``Scheduler``."""
+"""Defines the interface of engines, which run jobs: ``local.Local``, and ``batch.BatchEngine`` (on a ``Scheduler``)."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ class RunningAttempt:
 
 
 class Engine(Protocol):
-    """Runs the jobs of one ``Sweep``, which decides which job starts next. No method waits for a job."""
+    """Runs the jobs of a ``Sweep``, which decides which job starts next. No method waits for a job to end."""
 
     @property
     def unfinished(self) -> int:
-        """Number of attempts that ``poll`` has not reported yet."""
+        """Number of attempts that ``poll`` hasn't reported yet."""
 
     @property
     def tick_s(self) -> float:
-        """Time that the runner can wait before it polls again."""
+        """Seconds that the runner can wait before it polls again."""
 
     def submit(self) -> None:
         """Starts or submits the jobs that ``Sweep.next`` returns; reports each with ``Sweep.mark_started``."""
 
     def poll(self) -> Iterable[tuple[SweepJob, AttemptOutcome]]:
-        """Yields attempts that have ended. The runner records each before it asks for the next."""
+        """Yields attempts that have ended. The runner records each one before it asks for the next."""
 
     def cancel(self, *, kill: bool) -> None:
         """Asks all jobs to end; with ``kill``, kills them."""
 
     def look(self) -> Mapping[str, RunningAttempt]:
-        """Returns the state of the started or submitted attempts, by job."""
+        """Returns the state of each started or submitted attempt, by job."""
 
     def close(self) -> None:
         """Releases the engine's resources."""
 
 
 def state_of(code: int, verdict: str, ended_by_us: JobState | None = None) -> JobState:
-    """Returns the state of an ended attempt. Exit code 0 means success even if the job was asked to stop.
+    """Returns the state of an attempt that has ended. Exit code 0 means success even if we asked the job to stop.
 
     Args:
-        verdict: Outcome in the bundle's verdict, which overrides the exit code; empty without a bundle.
-        ended_by_us: State if we asked the job to stop.
+        verdict: Outcome in the bundle's verdict, which takes precedence over the exit code; empty without a bundle.
+        ended_by_us: State to return if we asked the job to stop.
     """
     if code == 0:
         return "succeeded"

@@ -29,7 +29,7 @@ def port_names(count: int) -> tuple[str, ...]:
 
 
 def port_marks(count: int) -> dict[str, str]:
-    """Returns the marks that replace these placeholders until the numbers are known."""
+    """Returns text for ``count`` port placeholders, to be replaced once the port numbers are known."""
     return {name: f"\0{index}\0" for index, name in enumerate(port_names(count))}
 
 
@@ -58,7 +58,7 @@ class SweepJob:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def with_ports(self, numbers: Sequence[object]) -> SweepJob:
-        """Returns a copy with ``numbers`` in place of the port marks; for display, they can be names."""
+        """Returns a copy in which ``numbers`` replace the marks for ports. For display, names can replace them."""
 
         def filled(text: str) -> str:
             return _MARK.sub(lambda match: str(numbers[int(match[1])]), text)
@@ -87,7 +87,7 @@ class AttemptOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """A job's step and rate; None if unknown."""
+    """The step and rate of a job; None if unknown."""
 
     step: int | None = None
     steps_per_s: float | None = None
@@ -113,12 +113,12 @@ class Track:
 
 
 def threads(words: Sequence[str], cores: int) -> int:
-    """Returns OMP_NUM_THREADS: an equal share of ``cores`` per rank, at least 1."""
+    """Returns the value for OMP_NUM_THREADS: an equal share of ``cores`` for each rank, at least 1."""
     return max(1, cores // ranks(words))
 
 
 def ranks(words: Sequence[str]) -> int:
-    """Returns ``--nproc-per-node``; 1 if it is missing or not a number (``auto``, ``gpu``)."""
+    """Returns the value of ``--nproc-per-node``; 1 if it is missing or isn't a number (``auto``, ``gpu``)."""
     options = takewhile(
         lambda word: word.startswith("-") or not word.endswith(".py"), words
     )  # the rest belongs to the script

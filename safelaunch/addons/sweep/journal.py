@@ -1,16 +1,18 @@
 """Keeps the journal of a sweep: a file that survives ``kill -9`` at any point.
 
-It is append-only, with one JSON document per line, and each line is on the disk before the action that it announces:
+The file is append-only and has one JSON document per line. Each line is on the disk before the action that it
+announces:
 
-    {"event": "begun", "pid": 4711, ...}                                           colaunch has been started
+    {"event": "begun", "pid": 4711, ...}                                           colaunch was started
     {"event": "started", "job": "lr-1e-3", "attempt": 1, "fingerprint": ..., "pid": ..., "start_ticks": ...}
     {"event": "handed", "job": "lr-1e-3", "attempt": 1, "fingerprint": ..., "batch": ...}
     {"event": "ended", "job": "lr-1e-3", "attempt": 1, "state": "succeeded", ...}
 
-"started" is written before the job's process is released, so the journal contains every job. With a scheduler, "handed"
-replaces it, written before the submission with the unique name ``batch``. An incomplete last line was never acted upon
-and is cut off. ``--resume`` repeats a job without an "ended", unless its safelaunch recorded a success: colaunch might
-have been killed between a job's end and its record. The colaunch that runs the sweep locks the journal (flock).
+"started" is written before the job's process runs, so the journal contains every job. With a scheduler, "handed"
+replaces it; it contains the unique name ``batch`` and is written before the submission. An incomplete last line is
+removed, because its action never happened. ``--resume`` repeats a job that has no "ended", unless the job's own
+safelaunch recorded a success, because colaunch might have been killed before it could record the end. While colaunch
+runs the sweep, it locks the journal (flock).
 """
 
 from __future__ import annotations
@@ -50,9 +52,9 @@ class Attempt:
 
 
 def parse(data: bytes, name: str) -> tuple[list[JournalRecord], int]:
-    """Returns a journal's records and the size of its complete lines. Raises UsageError for a damaged line.
+    """Returns a journal's records, and the size in bytes of its complete lines. Raises UsageError for a damaged line.
 
-    Only the last line can be incomplete: nothing is ever appended after it.
+    Only the last line can be incomplete, because nothing is ever appended to an incomplete line.
     """
     records: list[JournalRecord] = []
     whole = 0
@@ -107,7 +109,7 @@ class JournalHistory:
 
 
 def history(attempts: Sequence[Attempt], jobs: Sequence[SweepJob]) -> JournalHistory:
-    """Returns the jobs' state. A job is done if an attempt at exactly the same work succeeded; others run again."""
+    """Returns the state of all jobs. A job is done if an attempt at exactly the same work succeeded."""
     before: dict[str, JobHistory] = {}
     changed = []
     for job in jobs:
@@ -124,7 +126,7 @@ def history(attempts: Sequence[Attempt], jobs: Sequence[SweepJob]) -> JournalHis
 
 class Journal:
     def __init__(self, path: Path) -> None:
-        """Raises UsageError if another colaunch uses the journal, or if it is damaged."""
+        """Opens the journal. Raises UsageError if another colaunch uses it, or if it is damaged."""
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,12 +168,12 @@ class Journal:
             self._append(b"\n")
 
     def record_launch(self, jobs: int, sweep_id: str = "") -> None:
-        """Records the start of colaunch. ``sweep_id`` marks the sweep's jobs in a scheduler. Raises OSError."""
+        """Records that colaunch was started. ``sweep_id`` marks the sweep's jobs in a scheduler. Raises OSError."""
         extra = {"sweep_id": sweep_id} if sweep_id else {}
         self._write({"event": "begun", "pid": os.getpid(), "jobs": jobs, "version": 1, **extra})
 
     def record_start(self, job: SweepJob, attempt: int, process: ProcessId, gpus: Sequence[str] = ()) -> None:
-        """Records a job's start. Raises OSError if it can't be written; the job must not start then."""
+        """Records that a job starts. Raises OSError if that can't be written; then the job must not start."""
         words = {"job": job.name, "attempt": attempt, "fingerprint": job.fingerprint, "gpus": list(gpus)}
         self._write({"event": "started", **words, "pid": process.pid, "start_ticks": process.start_ticks})
 
@@ -185,7 +187,7 @@ class Journal:
         self.catch_up()
 
     def catch_up(self) -> bool:
-        """Writes records that couldn't be written before; returns whether all are written."""
+        """Writes records that couldn't be written before; returns whether all are written now."""
         try:
             while self._pending:
                 self._append(self._pending[0])
@@ -225,7 +227,7 @@ def _tolerant(data: bytes) -> list[JournalRecord]:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Flushes a new file's name to the disk, if the file system can."""
+    """Ensures that a new file's name is on the disk, if the file system supports that."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:

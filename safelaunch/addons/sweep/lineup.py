@@ -1,9 +1,9 @@
 """Chooses which waiting job starts next.
 
-Jobs start in order if they fit; jobs that fit overtake one that doesn't, so that no slot stays idle. The first waiting
-job (the head) can be overtaken only as often as there are slots; otherwise a large job might never start. After that,
-room is reserved for it, and only jobs that fit into the rest can overtake it. It therefore starts at the latest when
-the jobs running at that moment have ended.
+Jobs start in order if they fit. A job that fits can overtake one that doesn't, so that no slot stays idle. The first
+waiting job (the head) can be overtaken only as many times as there are slots, because otherwise a large job might never
+start. After that, room is reserved for it: only jobs that fit into the remaining room can overtake it. The head
+therefore starts at the latest when all jobs that were running at that moment have ended.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ class Lineup:
         self.running = [job for job in self.running if job.name != name]
 
     def next(self, free: int | None = None) -> str | None:
-        """Returns the next job that fits into ``free`` units (None: all units that our jobs don't use)."""
+        """Returns the next job that fits into ``free`` units, or None.
+
+        Args:
+            free: None means all units that our jobs don't use.
+        """
         left = self.capacity - self.used if free is None else min(free, self.capacity - self.used)
         if len(self.running) >= self.at_most:
             return None

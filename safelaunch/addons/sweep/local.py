@@ -1,7 +1,7 @@
 """Starts, reaps and stops jobs on this node, each on its own GPUs or CPU cores.
 
-The engine has one thread: it forks, and the kernel ends jobs with the thread that started them. It never waits for a
-job. ``spawn`` describes how a job is started.
+The engine has only one thread, because it forks, and because the kernel ends each job when the thread that started it
+ends. It never waits for a job. ``spawn`` describes how a job is started.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM, errno.EMFILE,
 
 
 class _Unrecorded(Exception):
-    """The journal can't record a job's start, so it must not start."""
+    """The journal can't record the start of a job, so the job must not start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class SweepPlace:
 
 @dataclass(slots=True)
 class Active:
-    """One running attempt. Times are CLOCK_MONOTONIC, in seconds."""
+    """An attempt that is running. Times are CLOCK_MONOTONIC, in seconds."""
 
     job: SweepJob
     share: Share
@@ -75,7 +75,7 @@ class Active:
     below: tuple[ProcessId, ...] = ()  # descendants when it was killed
 
     def lingers(self, now: float) -> bool:
-        """Returns whether a killed supervisor's job still has processes. Ends them if the guardian doesn't."""
+        """Returns whether a job still has processes after its supervisor was killed; ends them if no guardian does."""
         assert self.status is not None
         if not os.WIFSIGNALED(self.status) or not is_held(self.log):
             return False
@@ -241,7 +241,7 @@ class Local:
             self._say(f"no job can start now; colaunch keeps trying ({why})")
 
     def _launch(self, job: SweepJob, share: Share) -> None:
-        """Starts a job and hands over its lease, so that it holds the lease from its first moment."""
+        """Starts a job and hands over its lease, so that the job holds the lease from the start."""
         attempt, paths = self._sweep.tracks[job.name].attempts + 1, self._place.paths
         paths.bundles(job.name).mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -288,6 +288,6 @@ class Local:
 
 
 def exit_code(status: int) -> int:
-    """Returns the exit code as a shell shows it: 128 plus the signal number after a signal."""
+    """Converts a wait status to an exit code as a shell shows it: 128 plus the signal number after a signal."""
     code = os.waitstatus_to_exitcode(status)
     return 128 - code if code < 0 else code

@@ -1,4 +1,4 @@
-"""Extracts metrics from a job's output, with a pattern."""
+"""Extracts metrics from a job's output, using patterns."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_pattern(pattern: str) -> tuple[str, ...]:
 
 
 def from_lines(lines: Iterable[str], patterns: Sequence[str]) -> dict[str, Metric]:
-    """Returns each metric's value in the first of ``lines`` that has it; the last one within a line."""
+    """Returns each metric's value in the first line that contains it; the last value in that line."""
     searches = [(re.compile(pattern), check_pattern(pattern)) for pattern in patterns]
     wanted = {name for _, names in searches for name in names}
     values: dict[str, Metric] = {}
@@ -63,10 +63,10 @@ def from_log(
     patterns: Sequence[str],
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Metric]:
-    """Returns each metric's last value near the end of a job's output; none if the file is unreadable.
+    """Returns the last value of each metric near the end of a job's output; empty if the file is unreadable.
 
-    Call it from the main thread: a pattern might never end (``(a+)+b``), so each gets ``MOST_CPU_S``. After that,
-    ``say`` gets a message.
+    Call it from the main thread. Matching a pattern such as ``(a+)+b`` might never end, so each pattern is limited to
+    ``MOST_CPU_S``; a pattern that exceeds this is reported through ``say``.
     """
     if not patterns:
         return {}

@@ -1,4 +1,4 @@
-"""Defines the file names of a sweep, and reads its jobs' bundles."""
+"""Defines the paths of a sweep's files, and reads the bundles of its jobs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SweepPaths:
         return self.root / "jobs"
 
     def job(self, name: str) -> Path:
-        """A job's own directory, ``{job_dir}`` in its command; the job can write there, too."""
+        """A job's own directory, which is ``{job_dir}`` in its command and to which the job can write, too."""
         return self.jobs / name
 
     def log(self, name: str, attempt: int) -> Path:
@@ -67,12 +67,12 @@ class SweepPaths:
 
 
 def newest(bundles: Collection[str]) -> str:
-    """Returns the path of the latest bundle, or "". A complete one wins: only one of a job's nodes has it."""
+    """Returns the path of the latest bundle, or "". A complete one is preferred: only one of a job's nodes has it."""
     return max(bundles, key=lambda path: (_is_whole(path), modified_ns(path), path), default="")
 
 
 def verdict_of(bundle: str) -> tuple[str, str]:
-    """Returns the outcome (``hang``, ``crash`` or ``dump``) and cause; both empty without a readable verdict."""
+    """Returns the outcome (``hang``, ``crash`` or ``dump``) and cause; both are empty without a readable verdict."""
     document = _verdict(bundle) if bundle else None
     if document is None or "outcome" not in document:
         return "", ""

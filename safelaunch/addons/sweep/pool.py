@@ -1,4 +1,4 @@
-"""Assigns the units that jobs run on: GPUs, or slots of CPU cores on a node without GPUs."""
+"""Assigns to jobs the units that they run on: GPUs, or slots of CPU cores on a node without GPUs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Share:
 
 
 class SharePool(Protocol):
-    """Assigns shares of the node. ``free`` raises StoreError."""
+    """Assigns shares of the node to jobs. ``free`` raises StoreError."""
 
     @property
     def capacity(self) -> int:
@@ -41,29 +41,32 @@ class SharePool(Protocol):
 
     @property
     def kind(self) -> str:
-        """``GPU`` or ``slot``."""
+        """Kind of unit: ``GPU`` or ``slot``."""
 
     def units(self, gpus: int) -> int:
-        """Returns the number of units for a job that requests ``gpus`` GPUs."""
+        """Returns the number of units that a job needs if it requests ``gpus`` GPUs."""
 
     def free(self) -> int | None:
-        """Returns the number of available units; None while it is unknown."""
+        """Returns the number of available units; None while that is unknown."""
 
     def take(self, job: SweepJob) -> Share | None:
         """Returns a share for ``job``, or None if too few units are free."""
 
     def wait(self, job: SweepJob, ours: Collection[int]) -> str:
-        """Queues ``job`` ahead of later requests; returns lines that list the holders, except our own processes."""
+        """Puts ``job`` in the queue, ahead of later requests.
+
+        Returns lines that list the processes that hold the units, except our own.
+        """
 
     def leave(self) -> None:
         """Leaves the queue."""
 
     def release(self, share: Share) -> None:
-        """Frees a share whose job has ended or didn't start."""
+        """Frees a share after its job has ended or failed to start."""
 
 
 class CpuSlots:
-    """CPU slots, each with an equal share of the cores; the kernel chooses the cores."""
+    """Slots, each of which stands for an equal share of the CPU cores. The kernel chooses which cores a job uses."""
 
     kind = "slot"
 
@@ -73,7 +76,7 @@ class CpuSlots:
         self._free = set(range(count))
 
     def units(self, gpus: int) -> int:
-        """Returns one slot per GPU, and at least one: a job without GPUs needs a core, too."""
+        """Returns one slot per GPU, and at least one, because a job without GPUs needs a core, too."""
         return max(1, gpus)
 
     def free(self) -> int:
@@ -99,10 +102,10 @@ class CpuSlots:
 
 
 class GpuPool:
-    """The node's GPUs, as the environment limits them; each job sees only its own.
+    """The node's GPUs, limited by the environment. Each job sees only its own GPUs.
 
-    A GPU is free if no process on this node, including our jobs, holds or uses it. Our waiting jobs share one place in
-    the node's queue. No method waits for the driver.
+    A GPU is free if no process on this node, including our jobs, holds or uses it. All of our waiting jobs share one
+    place in the node's queue. No method waits for the driver.
     """
 
     kind = "GPU"
@@ -152,7 +155,7 @@ class GpuPool:
 
 
 def default_slots(cores: int, units: Sequence[int], at_most: int | None) -> int:
-    """Returns the number of slots: one per core, or fewer and larger ones if the jobs can't use all."""
+    """Returns the number of slots: one per core, or fewer and larger slots if the jobs can't use that many."""
     largest_first = sorted(units, reverse=True)[:at_most]
     return max(1, min(cores, sum(largest_first)), *largest_first[:1])
 

@@ -1,4 +1,4 @@
-"""Determines an attempt's position and outcome from the scheduler's list and its task's files."""
+"""Determines an attempt's position and outcome from the scheduler's list and the files of its task."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class AttemptPosition:
 
 
 def judge(listed: Sequence[ListedJob], claim: AttemptClaim | None, end: TaskEnd | None) -> AttemptPosition:
-    """Returns the position of an attempt. ``listed`` has several jobs after a double submission.
+    """Returns the position of an attempt. After a double submission, ``listed`` contains several jobs.
 
-    A success, or an exit without a signal, is final. After a signal, the scheduler might requeue the job, so its report
-    counts.
+    A success, or an exit that wasn't caused by a signal, is final. After a signal, the scheduler decides, because it
+    might requeue the job.
     """
     if claim is None:
         alive = [each for each in listed if each.stage != "ended"]
@@ -53,7 +53,7 @@ def judge(listed: Sequence[ListedJob], claim: AttemptClaim | None, end: TaskEnd 
 def final_state(
     position: AttemptPosition, verdict: str, queue: Scheduler, *, asked_by_us: bool, claimed: bool
 ) -> tuple[JobState, str]:
-    """Returns the state and cause of an ended attempt. ``verdict`` is the outcome in its bundle, if any."""
+    """Returns the final state and cause of an attempt. ``verdict`` is the outcome in its bundle, if any."""
     listed, end = position.listed, position.end
     state = state_of(end.exit_code, verdict) if end is not None else "failed"
     if state in ("succeeded", "hung"):

@@ -27,9 +27,9 @@ def wait_for_remains(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Waits until all processes of these attempts have ended, and kills them if that takes long.
+    """Waits until all processes of these attempts have ended, and kills them if that takes too long.
 
-    Raises SafelaunchError if some survive: the job must not run twice at once.
+    Raises SafelaunchError if some survive, because a job must not run twice at the same time.
     """
     alive = [attempt for attempt in unfinished if _lives(attempt, paths)]
     if not alive:
@@ -60,7 +60,7 @@ def wait_for_remains(
 
 
 def recovered(attempt: Attempt, jobs: Sequence[SweepJob], paths: SweepPaths) -> AttemptOutcome | None:
-    """Returns the outcome of an attempt that succeeded while its colaunch was being killed, else None."""
+    """Returns the outcome of an attempt that succeeded while its colaunch was being killed; None for any other."""
     job = next((job for job in jobs if job.name == attempt.job), None)
     exit_file = paths.exit_file(attempt.job, attempt.number)
     if job is None or exit_code_in(exit_file) != 0:

@@ -1,4 +1,4 @@
-"""Runs a sweep on an engine, without waiting for a job or long for a terminal."""
+"""Runs a sweep on an engine, without waiting for a job, or for long on a terminal."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Runner:
         self._stops = 0
 
     def run(self, signals: Signals) -> None:
-        """Returns when every job is final and has no processes left; after a third stop, at once."""
+        """Runs until every job has a final state and no processes left. After a third stop signal, returns at once."""
         while True:
             self._on_signals(signals.taken())
             for job, outcome in self._engine.poll():

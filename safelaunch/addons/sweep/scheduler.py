@@ -38,7 +38,7 @@ class ListedJob:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """State and cause for a scheduler's state name, if a job didn't succeed."""
+    """State and cause for the name of a scheduler's state, for jobs that didn't succeed."""
 
     state: JobState
     cause: str
@@ -46,9 +46,10 @@ class Meaning:
 
 
 class Scheduler(Protocol):
-    """A scheduler. Its methods can take minutes, and are called one at a time, in a thread.
+    """A scheduler. Its methods can take minutes; they are called in a thread, one at a time.
 
-    Its module defines it as ``SCHEDULER``, and the job's view of itself as ``SCHEDULER_JOB`` (see ``task``).
+    The scheduler's module defines this object as ``SCHEDULER``, and a job's view of itself as ``SCHEDULER_JOB`` (see
+    ``task``).
     """
 
     name: str
@@ -56,16 +57,16 @@ class Scheduler(Protocol):
     keeps_order: bool  # it supports SubmittedWork.after
 
     def across(self, nodes: int) -> Sequence[str] | None:
-        """Returns the words that run a command on each node once; None if jobs have only one node."""
+        """Returns the command prefix that runs a command once on each node; None if jobs can have only one node."""
 
     def submit_command(self, work: SubmittedWork) -> list[str]:
         """Returns the command that submits ``work``."""
 
     def submit(self, work: SubmittedWork) -> str:
-        """Submits ``work``; returns its number. Raises QueueError."""
+        """Submits ``work``; returns the number that the scheduler assigns to it. Raises QueueError."""
 
     def list(self) -> Iterable[ListedJob]:
-        """Returns this user's jobs, including ended ones that the scheduler still lists. Raises QueueError."""
+        """Returns this user's jobs, including ended jobs that the scheduler still lists. Raises QueueError."""
 
     def cancel(self, numbers: Sequence[str], *, kill: bool) -> None:
-        """Asks jobs to end, or kills them; ignores ended jobs. Raises QueueError."""
+        """Asks jobs to end, or kills them; ignores those that have ended. Raises QueueError."""

@@ -1,4 +1,4 @@
-"""Shows ``safelaunch colaunch``: the live table, the dry run, the summary."""
+"""Shows ``safelaunch colaunch`` on the screen: the live table, the dry run and the summary."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _STYLES = {"running": "bold", "succeeded": "green", "failed": "red", "hung": "re
 
 
 def headline(snapshot: Snapshot) -> str:
-    """Returns, for example, ``12 of 30 done, 4 running, 1 failed, 14 waiting; about 3m20s left``."""
+    """Summarizes the sweep: ``12 of 30 done, 4 running, 1 failed, 14 waiting; about 3m20s left``."""
     counts = Counter[str](job.state for job in snapshot.jobs)
     done = sum(count for state, count in counts.items() if state not in ("running", "waiting"))
     parts = [f"{done} of {len(snapshot.jobs)} done"]
@@ -70,13 +70,13 @@ def headline(snapshot: Snapshot) -> str:
 
 
 def choose(snapshot: Snapshot, room: int) -> tuple[JobStatus, ...]:
-    """Returns the ``room`` most important jobs, in their order."""
+    """Returns the ``room`` most important jobs, in the sweep's order."""
     ranked = sorted(range(len(snapshot.jobs)), key=lambda index: (_ORDER.index(snapshot.jobs[index].state), index))
     return tuple(snapshot.jobs[index] for index in sorted(ranked[: max(0, room)]))
 
 
 def cells(job: JobStatus, typical_s: float | None) -> tuple[str, ...]:
-    """Returns one row of ``COLUMNS``. A quiet job has no rate and no estimate.
+    """Returns a job's row in the table of ``COLUMNS``. A job without recent steps has no rate and no estimate.
 
     Args:
         typical_s: Seconds that similar jobs took.
@@ -105,9 +105,9 @@ def cells(job: JobStatus, typical_s: float | None) -> tuple[str, ...]:
 
 
 def cause(job: JobStatus) -> str:
-    """Returns the verdict's cause, or an early look's with a question mark.
+    """Returns the cause in the job's verdict, or the cause in an early look, with a question mark.
 
-    Without one, returns the first wrong result, or a scheduler's reason to keep the job waiting.
+    If there is neither, returns the first wrong result, or the scheduler's reason why the job is waiting.
     """
     if job.live is None:
         return clean(job.outcome.cause) if job.outcome is not None and job.outcome.cause else "-"
@@ -117,9 +117,9 @@ def cause(job: JobStatus) -> str:
 
 
 def bundles(jobs: Sequence[JobStatus], most: int, here: PurePath) -> list[str]:
-    """Returns at most ``most`` lines with the latest bundles' paths, each below its job's name.
+    """Returns the paths of the latest bundles, each below its job's name, in at most ``most`` lines.
 
-    Paths are relative to ``here`` if that is shorter.
+    Paths are shown relative to ``here`` if that is shorter.
     """
     with_bundle = [job for job in jobs if job.outcome is not None and job.outcome.bundle]
     shown = with_bundle[-max(0, (most - (len(with_bundle) * 2 > most)) // 2) :] if most > 2 else []
@@ -146,7 +146,7 @@ def typical_s(snapshot: Snapshot) -> dict[str, float]:
 
 
 def time_left_s(snapshot: Snapshot) -> float | None:
-    """Estimates the time until all jobs have ended; None if no job has ended yet."""
+    """Estimates the seconds until all jobs have ended; None if no job has ended yet."""
     typical = typical_s(snapshot)
     left = []
     for job in snapshot.jobs:
@@ -195,7 +195,7 @@ def describe_batch(jobs: Sequence[SweepJob], paths: SweepPaths, programs: SweepP
 
 
 def summary_lines(tracks: Sequence[Track], paths: SweepPaths | None = None) -> list[str]:
-    """Returns the final table: one line per job, why jobs failed, then the totals. ``paths`` locates their logs."""
+    """Returns the final table, with one line per job, then why jobs failed, and the totals. ``paths`` locates logs."""
     metrics = list(dict.fromkeys(name for track in tracks if track.outcome for name in track.outcome.metrics))
     columns = ("job", "parameters", "state", "cause", "exit", "took", "attempts", "step", *metrics)
     table = TextTable(columns, [_summary_row(track, metrics) for track in tracks])
@@ -207,7 +207,7 @@ def summary_lines(tracks: Sequence[Track], paths: SweepPaths | None = None) -> l
 
 
 def _remarks(tracks: Sequence[Track], paths: SweepPaths | None) -> list[str]:
-    """Returns lines that explain why jobs failed or didn't run, and where the evidence is."""
+    """Returns lines that say why jobs failed or didn't run, and where the evidence is."""
     columns = []
     for track in tracks:
         ended = track.outcome
@@ -253,7 +253,7 @@ def _metric(value: object) -> str:
 
 @contextmanager
 def open_screen() -> Iterator[Screen]:
-    """Opens the screen that fits stdout; restores the terminal at the end."""
+    """Opens the kind of screen that suits stdout; restores the terminal at the end."""
     if not sys.stdout.isatty():
         yield PlainScreen()
         return
@@ -272,7 +272,7 @@ def open_screen() -> Iterator[Screen]:
 
 
 class PlainScreen:
-    """Prints one line on stderr per event, and the overall progress once a minute."""
+    """Prints one line per event on stderr, and the overall progress once a minute."""
 
     def __init__(self) -> None:
         self._next_s = time.monotonic() + PLAIN_REFRESH_S
@@ -290,9 +290,9 @@ class PlainScreen:
 
 
 class TerminalScreen:
-    """A live table below the events.
+    """Shows a live table below the events.
 
-    If the terminal stops reading (Ctrl-S, a dead connection), the sweep continues, and the screen retries briefly.
+    If the terminal stops reading (Ctrl-S, a dead connection), the sweep continues, and the screen retries only briefly.
     """
 
     def __init__(self, live: Any) -> None:
@@ -304,7 +304,7 @@ class TerminalScreen:
         self.notes.append(text)
 
     def show_end(self, text: str) -> None:
-        """Shows nothing: the table and the summary contain it."""
+        """Does nothing, because the table and the summary show it."""
 
     def show(self, snapshot: Callable[[], Snapshot]) -> None:
         now = time.monotonic()

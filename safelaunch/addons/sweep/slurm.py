@@ -1,4 +1,4 @@
-"""Implements Slurm as a scheduler: sbatch, squeue and scancel. Needs no accounting."""
+"""Implements the scheduler interface for Slurm, using sbatch, squeue and scancel. Doesn't need Slurm's accounting."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ class Slurm:
         self._env = clean(environ)
 
     def across(self, nodes: int) -> list[str]:
-        """Returns the srun words. One node's end doesn't stop the others, so they can write their evidence."""
+        """Returns the srun command. The end of one node's task doesn't stop the others, so they can write evidence."""
         return ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
 
     def submit_command(self, work: SubmittedWork) -> list[str]:
-        """Returns the sbatch command. Options override sbatch's variables; lines in the script wouldn't."""
+        """Returns the sbatch command. Its options override sbatch's variables; options in the script wouldn't."""
         job, out = work.job, os.fspath(work.output).replace("%", "%%")
         words = ["sbatch", "--parsable", f"--job-name={work.name}", "--open-mode=append", f"--output={out}"]
         words += [f"--dependency=afterok:{':'.join(work.after)}", "--kill-on-invalid-dep=yes"] if work.after else []
@@ -102,7 +102,7 @@ class Slurm:
         return parse(self._run("squeue", "-h", "-a", "--states=all", "-u", str(os.getuid()), "-o", FORMAT))
 
     def cancel(self, numbers: Sequence[str], *, kill: bool) -> None:
-        """Cancels jobs: SIGTERM, then SIGKILL after Slurm's KillWait; with ``kill``, SIGKILL at once."""
+        """Cancels jobs with SIGTERM, and with SIGKILL after Slurm's KillWait; if ``kill``, with SIGKILL at once."""
         how = ["--signal=KILL", "--full"] if kill else []
         for first in range(0, len(numbers), 200):
             self._run("scancel", "--quiet", *how, *numbers[first : first + 200])
@@ -141,7 +141,7 @@ class SlurmJob:
         self.cores = int(cores) if cores.isdecimal() else None
 
     def environment(self) -> dict[str, str]:
-        """Returns defaults for the job's variables: srun no longer inherits the cores of a task."""
+        """Returns default values of the job's variables: srun no longer inherits the number of cores per task."""
         cores = self._environ.get("SLURM_CPUS_PER_TASK")
         return {"SRUN_CPUS_PER_TASK": cores} if cores else {}
 
@@ -172,7 +172,7 @@ def slurm_error(message: str) -> QueueError:
 
 
 def parse(text: str) -> list[ListedJob]:
-    """Parses squeue's output in ``FORMAT``; skips other lines."""
+    """Parses the output of squeue in ``FORMAT``; ignores lines with another form."""
     jobs = []
     for line in text.splitlines():
         words = [word.strip() for word in line.split("|", 4)]
@@ -185,7 +185,7 @@ def parse(text: str) -> list[ListedJob]:
 
 
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment for Slurm's commands, and thus the jobs, without variables of a surrounding job."""
+    """Returns the environment for Slurm's commands, and so for the jobs, without variables of an enclosing job."""
     return {
         name: value
         for name, value in environ.items()
@@ -194,7 +194,7 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def words_of(node: YamlNode) -> tuple[str, ...]:
-    """Returns the sbatch options in a job's ``slurm``; sbatch rejects unknown ones. Raises SpecError."""
+    """Returns the sbatch options in a job's ``slurm`` section. sbatch rejects unknown ones. Raises SpecError."""
     options: list[str] = []
     for key, _, value in known_entries(node, KEYS, "slurm"):
         if key != "sbatch":

@@ -1,11 +1,11 @@
-"""Starts a job's safelaunch so that it is recorded before it runs and can't outlive colaunch unnoticed.
+"""Starts a job's safelaunch so that it is recorded before it runs, and can't outlive colaunch unnoticed.
 
-- The child waits until it is recorded in the journal and released. If colaunch is killed first, it exits.
-- The kernel sends it SIGTERM when colaunch dies (PR_SET_PDEATHSIG), which it forwards to its job. So ``kill -9`` of
-  colaunch ends its jobs.
-- It also writes its exit code to a file, so that a success isn't lost if colaunch is killed at that moment.
-- Its log is locked (flock). The lock belongs to the open file, which is the stdout of every process of the job, so
-  ``--resume`` can see if any of them is alive.
+- The child waits until the journal contains it and it is released. If colaunch is killed before that, it exits.
+- The kernel sends the child SIGTERM when colaunch dies (PR_SET_PDEATHSIG), and the child forwards it to its job. So
+  ``kill -9`` of colaunch ends its jobs.
+- The child also writes its exit code to a file, so that a success isn't lost if colaunch is killed at that moment.
+- The child's log is locked (flock). The lock belongs to the open file, which is the stdout of every process of the
+  job, so ``--resume`` can tell whether any of them is alive.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class JobCommand:
 
 
 def spawn(command: JobCommand, tell: Callable[[ProcessId], None]) -> ProcessId:
-    """Starts the command in a new session; raises OSError on failure.
+    """Starts the command in a new session. Raises OSError on failure.
 
-    Call it from the main thread: the kernel treats the end of the thread that forked as our death.
+    Call it from the main thread, because the kernel sends SIGTERM to the child when the thread that forked it ends.
 
     Args:
-        tell: Gets the process before it runs; if it raises, the process ends.
+        tell: Called with the process before it runs; if it raises, the process exits.
     """
     # Append, never truncate: the attempt might exist.
     log = os.open(command.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -78,7 +78,7 @@ def _become(command: JobCommand, log: int, parent: int) -> NoReturn:
 
 
 def exit_code_in(exit_file: Path) -> int | None:
-    """Returns the exit code that safelaunch wrote; None if it was killed before."""
+    """Returns the exit code that safelaunch wrote to the file; None if it was killed before that."""
     match = re.fullmatch(r"(\d+)\n", text_of(exit_file), re.ASCII)
     return int(match[1]) if match else None
 

@@ -1,4 +1,4 @@
-"""Parses a sweep, from a file or a grid, and expands it to jobs. Errors contain the file and line, or the word.
+"""Parses a sweep, from a file or a grid, and expands it into jobs. Errors name the file and line, or quote the word.
 
     defaults:                       # for every job below; a job's own keys win (env: variable by variable)
       command: --nproc-per-node=1 train.py --lr {lr} --seed {seed}
@@ -13,7 +13,7 @@
       prepare: {command: --no-python bash prepare.sh, gpus: 0}
       train: {needs: prepare, nodes: 2, slurm: {partition: gpu, time: 120}}   # with --engine slurm
 
-Scalars keep their text as written (``1e-3`` stays ``1e-3``), because they become words of a command line.
+Scalars are kept as written (``1e-3`` stays ``1e-3``), because they become words of a command line.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class TemplateText:
-    """A text with placeholders; ``{{`` stands for a brace."""
+    """A text with placeholders in braces; a doubled brace stands for a single one."""
 
     text: str
     where: str  # place of its definition: ``sweep.yaml:7``
@@ -100,7 +100,7 @@ class TemplateText:
         return frozenset(names)
 
     def check(self, allowed: Collection[str]) -> frozenset[str]:
-        """Returns its placeholders. Raises SpecError for one that isn't among ``allowed``."""
+        """Returns the placeholders in this text. Raises SpecError for one that isn't ``allowed``."""
         used = self.fields()
         for name in sorted(used - set(allowed)):
             raise SpecError(
@@ -110,7 +110,7 @@ class TemplateText:
         return used
 
     def fill(self, values: Mapping[str, str]) -> str:
-        """Replaces every placeholder by its value; a value's own braces stay as they are."""
+        """Replaces every placeholder by its value. Braces in a value stay as they are."""
 
         def replaced(match: re.Match[str]) -> str:
             return values[match[1]] if match[1] else match.group()[0]
@@ -180,7 +180,7 @@ def _range(word: str, where: str) -> list[str]:
 
 
 def combinations(axes: Sequence[Axis]) -> list[Params]:
-    """Returns all combinations, the first axis changing slowest. Raises SpecError for too many."""
+    """Returns all combinations; the first axis changes slowest. Raises SpecError if there are too many."""
     size = math.prod(len(axis.values) for axis in axes)
     if size > MAX_JOBS:
         raise SpecError(f"{axes[0].where}: {size} combinations, more than {MAX_JOBS}", "split the sweep")
@@ -188,7 +188,7 @@ def combinations(axes: Sequence[Axis]) -> list[Params]:
 
 
 def templates_of(root: YamlNode, metrics: tuple[str, ...] = ()) -> tuple[Template, ...]:
-    """Returns the templates in a file, with additional ``metrics``. Raises SpecError or PresetError."""
+    """Returns the templates in a file, to which ``metrics`` are added. Raises SpecError or PresetError."""
     if root.kind == "nothing":
         raise SpecError(f"{root.where}: the file is empty", "it needs 'jobs', or 'defaults' with a command")
     top = _entries(root, TOP, "a sweep")
@@ -271,7 +271,7 @@ def _template(
 
 
 def command_of(node: YamlNode) -> tuple[TemplateText, ...]:
-    """Returns the command's words, from a list or from a text that is split as in a shell."""
+    """Returns the words of a command, given as a list or as a text that is split as a shell does."""
     if node.kind == "list":
         words = tuple(TemplateText(scalar(item, "command"), item.where) for item in node.items)
     else:
@@ -348,7 +348,7 @@ def _matrix(node: YamlNode) -> tuple[Axis, ...]:
 
 
 def expand(templates: Sequence[Template], paths: SweepPaths, cwd: str) -> tuple[SweepJob, ...]:
-    """Returns every job of the sweep, in written order; ``cwd`` is absolute. Raises SpecError."""
+    """Returns all jobs of the sweep, in the order of the file; ``cwd`` is absolute. Raises SpecError."""
     pairs: list[tuple[SweepJob, tuple[TemplateText, ...]]] = []
     for template in templates:
         pairs += _jobs(template, paths, cwd)
@@ -367,7 +367,7 @@ def expand(templates: Sequence[Template], paths: SweepPaths, cwd: str) -> tuple[
 
 
 def _jobs(template: Template, paths: SweepPaths, cwd: str) -> list[tuple[SweepJob, tuple[TemplateText, ...]]]:
-    """Returns a template's jobs, one per combination of the parameters that it uses, with unresolved needs."""
+    """Returns a template's jobs, one per combination of the parameters that it uses; their needs aren't resolved."""
     fields = [*(axis.name for axis in template.axes), *BUILTIN]
     ports = _ports(template)
     used = {
@@ -435,7 +435,7 @@ def _words(template: Template) -> tuple[TemplateText, ...]:
 
 
 def _names(template: Template, combinations: Sequence[Params]) -> list[str]:
-    """Returns one name per combination: the template's, or one made from the group and parameters."""
+    """Returns one name per combination: the template's, or one built from the group's name and the parameters."""
     if template.name is not None:
         names = [template.name.fill(dict(params)) for params in combinations]
         for name in names:
@@ -450,7 +450,7 @@ def _names(template: Template, combinations: Sequence[Params]) -> list[str]:
 
 
 def derive(group: str, params: Params) -> str:
-    """Returns a name such as ``train_lr-1e-3_seed-0``, or ``job``; omits a secret's value."""
+    """Builds a name such as ``train_lr-1e-3_seed-0``; ``job`` if nothing is left of it. Omits values of secrets."""
     values = (name if is_secret_name(name) else f"{name}-{value}" for name, value in params)
     parts = [*([group] if group else []), *values]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "_".join(parts)).lstrip(".-") or "job"
@@ -473,7 +473,7 @@ def _check_names(jobs: Sequence[SweepJob]) -> None:
 
 
 def _names_needed(texts: Sequence[TemplateText], groups: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Returns the names of the jobs that a job waits for; a group means all of its jobs."""
+    """Returns the names of the jobs that a job waits for. The name of a group stands for all of its jobs."""
     names = {name for group in groups.values() for name in group}
     job_names: dict[str, None] = {}
     for text in texts:

@@ -1,6 +1,6 @@
-"""Reads the progress of jobs from the progress pages of their ranks, without queries or waiting.
+"""Reads the progress of jobs from their ranks' progress pages, without sending queries or waiting.
 
-A page stays mapped after its run directory is removed, so an ended job's last step is exact.
+A page stays mapped after its run directory was removed, so the last step of a job that has ended is exact.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Steps:
         self._looked_s = float("-inf")
 
     def look(self, supervisors: Collection[ProcessId]) -> None:
-        """Reads these jobs' pages, at most every ``LOOK_EVERY_S`` seconds."""
+        """Reads the progress pages of these jobs, at most every ``LOOK_EVERY_S`` seconds."""
         now = self._clock()
         if now - self._looked_s < LOOK_EVERY_S:
             return
@@ -112,7 +112,7 @@ class Steps:
 
 
 def early_cause(path: Path) -> str:
-    """Returns the latest early look's cause; empty without one, or if the ranks are active again."""
+    """Returns the cause in the latest early look; empty if there is none, or if the ranks are active again."""
     looks = _listed(path, EarlyLook)
     return looks[-1].cause if looks and looks[-1].movement == "still" and not looks[-1].lasted_s else ""
 
@@ -130,7 +130,7 @@ def _listed(path: Path, kind: type[T]) -> list[T]:
 
 
 def slowest(ranks: Iterable[Progress]) -> int | None:
-    """Returns the step of the slowest active rank, or of the slowest of all if all have ended."""
+    """Returns the step of the slowest active rank or, if all ranks have ended, of the slowest of all."""
     stepping = [rank for rank in ranks if rank.step is not None]
     going_on = [rank for rank in stepping if rank.state != "exited"]
     return min((rank.step or 0 for rank in going_on or stepping), default=None)

@@ -10,7 +10,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Signals:
-    """Collects colaunch's stop signals within a context. Ignored ones (nohup) stay ignored."""
+    """Collects, while its context is active, signals that stop colaunch. Ignored signals (nohup) stay ignored."""
 
     def __init__(self) -> None:
         self._taken: list[int] = []

@@ -22,8 +22,8 @@ FIXED = ("state", "exit_code", "duration_s", "attempts", "last_step", "gpus", "b
 class JobSummary(msgspec.Struct, frozen=True):
     """One job of a sweep. Unknown values are null.
 
-    ``exit_code`` is the code that a shell shows, ``gpus`` contains UUIDs, ``bundle`` is the path of the latest bundle,
-    and ``cause`` comes from its verdict or from the scheduler (``time limit``, ``node failed``).
+    ``exit_code`` is the code that a shell would show, ``gpus`` contains UUIDs, and ``bundle`` is the path of the latest
+    bundle. ``cause`` comes from its verdict, or from the scheduler (``time limit``, ``node failed``).
     """
 
     name: str
@@ -40,7 +40,7 @@ class JobSummary(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """The document of ``summary.json``: every job of a sweep, in the sweep's order."""
+    """The document ``summary.json``, which contains every job of a sweep, in the sweep's order."""
 
     jobs: tuple[JobSummary, ...]
 
@@ -69,10 +69,10 @@ def _entry(track: Track, outcome: AttemptOutcome | None) -> JobSummary:
 
 
 def table(tracks: Sequence[Track], running: Mapping[str, AttemptOutcome] = NOTHING_RUNS) -> list[list[str]]:
-    """Returns rows for CSV, header first: the name, parameters, the fixed columns, metrics.
+    """Returns the rows of the CSV, header first. The columns are the name, parameters, the fixed columns, and metrics.
 
-    A parameter or metric with the name of another column gets the prefix ``param.`` or ``metric.``. ``running`` has the
-    current state of running jobs.
+    If a parameter or metric has the name of another column, it gets the prefix ``param.`` or ``metric.``. ``running``
+    contains the current state of jobs that are still running.
     """
     params = list(dict.fromkeys(name for track in tracks for name, _ in track.job.params))
     pairs = [(track, running.get(track.job.name, track.outcome)) for track in tracks]
@@ -99,9 +99,9 @@ def write_summary(tracks: Sequence[Track], paths: SweepPaths) -> None:
 
 
 def write_csv(tracks: Sequence[Track], paths: SweepPaths, running: Mapping[str, AttemptOutcome] = NOTHING_RUNS) -> None:
-    """Writes ``summary.csv`` atomically; raises OSError.
+    """Writes ``summary.csv``, completely or not at all. Raises OSError.
 
-    ``summary.json`` is only written when the sweep ends, so programs can wait for it.
+    ``summary.json`` is written only when the sweep ends, so that programs can wait for it.
     """
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(table(tracks, running))

@@ -1,4 +1,4 @@
-"""Tracks which jobs of a sweep can start, are skipped, or run again. Uses no clock, process or file."""
+"""Tracks which jobs of a sweep can start, are skipped, or run again. Uses no clock, processes or files."""
 
 from __future__ import annotations
 
@@ -50,12 +50,16 @@ class Sweep:
         return all(track.is_final for track in self.tracks.values())
 
     def next(self, free: int | None = None) -> SweepJob | None:
-        """Returns the next job to start with ``free`` available units (None: all units that our jobs don't use)."""
+        """Returns the next job to start; None if no job can start now.
+
+        Args:
+            free: Number of available units; None means all units that our jobs don't use.
+        """
         name = self._queue.next(free)
         return self.tracks[name].job if name is not None else None
 
     def mark_started(self, job: SweepJob) -> None:
-        """Reports that ``job``, the last result of ``next``, is running."""
+        """Records that ``job``, which ``next`` returned last, is running."""
         self._queue.start(job.name)
         track = self.tracks[job.name]
         track.state, track.attempts, track.tries = "running", track.attempts + 1, track.tries + 1
@@ -63,7 +67,7 @@ class Sweep:
             self._settle()
 
     def put_back(self, name: str, state: JobState, why: str = "") -> None:
-        """Reports that a submitted job never started and won't: it is ``waiting`` again, or in a final state."""
+        """Records that a submitted job didn't start and won't: it is ``waiting`` again, or in a final state."""
         track = self.tracks[name]
         track.attempts, track.tries = track.attempts - 1, track.tries - 1
         track.state, track.why = ("cancelled", self.stopped) if self.stopped else (state, why)
@@ -101,7 +105,7 @@ class Sweep:
         return self._rules.units.get(job.name, job.gpus)
 
     def _settle(self) -> None:
-        """Queues jobs with succeeded dependencies; skips jobs with failed ones, recursively."""
+        """Queues jobs that needn't wait for others; skips jobs with a dependency that failed or was skipped."""
         changed = True
         while changed:
             changed = False
@@ -125,5 +129,5 @@ def ending(track: Track) -> str:
 
 
 def cancelled(outcome: AttemptOutcome) -> AttemptOutcome:
-    """Returns the outcome as cancelled unless it is a success: a stopped job's end reveals nothing about it."""
+    """Returns the outcome as cancelled unless it is a success, because how a stopped job ends says nothing about it."""
     return outcome if outcome.state == "succeeded" else replace(outcome, state="cancelled")

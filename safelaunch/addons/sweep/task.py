@@ -1,7 +1,7 @@
-"""Runs inside a scheduler's job: claims the attempt, runs its safelaunch, and records how it ended.
+"""Runs inside a scheduler's job: claims the attempt, runs the attempt's safelaunch, and records how it ended.
 
 The scheduler's script runs ``python -m safelaunch.addons.sweep.task QUEUE NAME DIRECTORY ATTEMPT ... -- COMMAND``.
-QUEUE is the scheduler's module, NAME the submission's; see ``attempt_files`` for the files in DIRECTORY.
+QUEUE is the scheduler's module, and NAME the submission's name. See ``attempt_files`` for the files in DIRECTORY.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def port_token(index: int) -> str:
 
 
 class SchedulerJob(Protocol):
-    """A job's view of itself, made from its environment: ``SCHEDULER_JOB`` of the scheduler's module."""
+    """A job's knowledge of itself, from its environment. The scheduler's module defines it as ``SCHEDULER_JOB``."""
 
     restart: int  # times the scheduler has requeued it
     node: str  # scheduler's name of this node
@@ -60,13 +60,13 @@ class SchedulerJob(Protocol):
     cores: int | None
 
     def environment(self) -> Mapping[str, str]:
-        """Returns defaults for the job's variables."""
+        """Returns default values of the job's environment variables."""
 
     def first_host(self) -> str:
-        """Returns the first of the job's nodes; empty if unknown."""
+        """Returns the name of the first of the job's nodes; empty if unknown."""
 
     def why_ended(self) -> str:
-        """Returns the scheduler's reason for ending the job, see ``Scheduler.meanings``."""
+        """Returns the scheduler's reason for ending the job; see ``Scheduler.meanings``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -211,7 +211,7 @@ class SchedulerTask:
                     shown_s = self._look(process, now, shown_s)
 
     def _look(self, child: ProcessId, now: float, shown_s: float) -> float:
-        """Follows the job's steps, and writes the latest periodically; returns the time of the last write."""
+        """Reads the job's step, and periodically writes it to a file; returns when it was last written."""
         self._supervisor = self._supervisor or self._find_supervisor(child)
         pace = self._pace()
         if pace.step is None or now - shown_s < PACE_EVERY_S:
@@ -220,7 +220,7 @@ class SchedulerTask:
         return now
 
     def _find_supervisor(self, child: ProcessId) -> ProcessId | None:
-        """Returns this node's safelaunch: the child itself, or the task that srun started here."""
+        """Returns this node's safelaunch: the child itself, or the task that srun started on this node."""
         if Path(self._arguments.command[0]).name != "srun":
             return child
         from safelaunch.supervise.control import discover

@@ -1,4 +1,4 @@
-"""Defines the state of a sweep for display, and the interface of a screen."""
+"""Defines the state of a sweep for display, and the interface of screens."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Snapshot:
 
 
 class Screen(Protocol):
-    """A display of a sweep. No method blocks for long on a terminal that doesn't read."""
+    """A display of a sweep. No method blocks for long if the terminal doesn't read."""
 
     def note(self, text: str) -> None:
         """Shows an event."""
 
     def show_end(self, text: str) -> None:
-        """Shows how a job ended, unless the display has a line for each job."""
+        """Shows how a job ended, unless the display has its own line for each job."""
 
     def show(self, snapshot: Callable[[], Snapshot]) -> None:
-        """Updates the display; takes a snapshot only if it will be shown."""
+        """Updates the display. Takes a snapshot only if it will be shown."""
