@@ -91,7 +91,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class DraftBundle:
-    """Evidence of an incident in an unpublished bundle. Pass it to ``publishing.finish``, or call ``discard``."""
+    """The evidence of an incident, in an unpublished bundle. Pass it to ``publishing.finish``, or call ``discard``."""
 
     evidence: Evidence
     staging: Staging
@@ -118,7 +118,7 @@ def take_evidence(
     timeline: Timeline | None = None,
     patience: float = 1.0,
 ) -> DraftBundle:
-    """Collects the evidence that ``looks`` lack.
+    """Collects the evidence that isn't in ``looks`` yet.
 
     Args:
         on_ranks_done: Called once the ranks are no longer needed.
@@ -304,7 +304,10 @@ def _evidence(outcome: Outcome, ranks: Sequence[RankEvidence], world_size: int) 
 def _with_nccl_logs(
     sides: Sequence[RankEvidence], looks: Looks, context: JobContext, staging: Staging | None = None
 ) -> list[RankEvidence]:
-    """Adds NCCL's warnings to the ranks, from the run directory or, copied to ``staging``, ``NCCL_DEBUG_FILE``."""
+    """Adds NCCL's warnings to the ranks' evidence.
+
+    Reads them from the run directory, or else from ``NCCL_DEBUG_FILE``, which is copied to ``staging``.
+    """
     folder, pids = f"node/{context.host}", [side.pid for side in sides]
     logs = nccl_logs.logs_of(sorted((context.run_dir / "flight_recorder").glob("*nccl*")), folder, pids)
     pattern = looks.env.value.get("NCCL_DEBUG_FILE", "") if looks.env is not None and looks.env.value else ""

@@ -1,7 +1,8 @@
 """Joint action of a job's supervisors once one of them suspects a hang.
 
-A suspicion becomes an incident: all nodes take two looks at the same time and vote, and the leader counts. If nothing
-moves, each collects its evidence, and one node judges all of it (see ``rounds``). A job on one node has no peers.
+When a node suspects a hang, an incident begins: all nodes take two looks at the same time and vote, and the leader
+counts the votes. If nothing moves, each node collects its evidence, and one node judges all of it (see ``rounds``). A
+job on one node has no peers.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class Council:
         self._notices.note_changes(view, now, covered=covered, ending=stopping or watch.has_ended)
 
     def has_announced_stop(self, now: float) -> bool:
-        """Returns whether other nodes have had time to read that the job is being stopped here."""
+        """Returns whether other nodes have had time to read that this node is stopping the job."""
         if not self._notices.met or not self._seen.is_local:
             return True
         return self._stop_s is not None and now - self._stop_s >= STOP_NOTICE_S
@@ -163,7 +164,7 @@ class Council:
             self._store = view.lost
 
     def final_status(self) -> PeerStatus:
-        """Returns other nodes' status; waits a few seconds for one that explains why ranks ended here."""
+        """Returns the other nodes' status. Waits a few seconds for a status that explains why ranks ended here."""
         until = time.monotonic() + LAST_STATUS_S
         while True:
             view = self._seen
@@ -175,10 +176,10 @@ class Council:
             time.sleep(0.05)
 
     def nodes(self, *, probing: bool = True) -> tuple[NodeEvidence, ...]:
-        """Returns the nodes of the job; empty on one node.
+        """Returns the nodes of the job; empty if it has only one.
 
         Args:
-            probing: Probe the hosts of silent nodes, which takes seconds.
+            probing: Whether to probe the hosts of silent nodes, which takes seconds.
         """
         if not self._seen.peers:
             return ()
@@ -196,7 +197,7 @@ class Council:
 
     @property
     def rendezvous(self) -> Rendezvous | None:
-        """Incomplete rendezvous of a job that isn't being stopped elsewhere."""
+        """Returns the incomplete rendezvous of a job that isn't being stopped elsewhere; None otherwise."""
         return self._notices.rendezvous if not self._seen.status.stopping else None
 
     def request_survey(self) -> bool:
@@ -224,12 +225,12 @@ class Council:
 
     @property
     def queries_nccl(self) -> bool:
-        """True on one node of the job: the leader, or a node that is alone."""
+        """True if this node queries NCCL for the job: it is the leader, or alone."""
         return self._page is None or self._seen.leads
 
     @property
     def why_ranks_must_live(self) -> str:
-        """Clause that says why ranks must live although the job hangs; empty if it ends next."""
+        """Returns a clause that says why ranks must live although the job hangs; empty if the job is ended next."""
         if self._action == "dump":
             return "the job continues"
         return "the nodes have yet to agree" if self._page is not None else ""
@@ -255,10 +256,10 @@ class Council:
         self.channel.update(vote=vote)
 
     def outcome(self, incident: int) -> RoundOutcome | None:
-        """Returns the result of an incident, or None if it is still open.
+        """Returns the result of an incident; None if it is still open.
 
         Args:
-            incident: Its number; 0 for the incident that this node asked for.
+            incident: The incident's number; 0 for the incident that this node asked for.
         """
         view = self._seen
         page = view.page if view.silent_s < SILENT_S + SUCCEED_S else None

@@ -1,7 +1,7 @@
-"""A crash, from the first failure to its bundle.
+"""Handles a crash from the first failure to its bundle.
 
-safelaunch looks at the live peers, then releases the failing rank, and the agent that wants to end the others. It
-writes the bundle once it knows how each rank ended.
+safelaunch first looks at the live peers. Then it releases the failing rank, and the agent, which wants to end the other
+ranks. It writes the bundle once it knows how each rank ended.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class _FailedAttempt:
 
 
 class CrashCase:
-    """One crash: first failure → look at the peers → their release → exit of each → bundle.
+    """A crash, in order: first failure, a look at the peers, their release, the exit of each rank, the bundle.
 
-    On several nodes, torchrun's agents are released once the nodes have agreed on a verdict or can't, because one agent
-    hosts the store that they need.
+    On several nodes, torchrun's agents are released once the nodes have agreed on a verdict or can't agree, because one
+    agent hosts the store that they need.
 
-    Each failure has a thread that waits for its turn, as attempts can fail faster than bundles are written.
+    Each failure has a thread that waits for its turn, because attempts can fail faster than bundles are written.
     """
 
     def __init__(self, job: JobView) -> None:
@@ -89,11 +89,11 @@ class CrashCase:
         return self._failure.due_s if self._failure is not None else 0.0
 
     def holds(self, at_s: float) -> bool:
-        """Returns whether the failure still has time to end the ranks. Ranks that outlive it hang."""
+        """Returns whether the failure might still end the ranks. Ranks that outlive this time hang."""
         return at_s < self.due_s
 
     def yield_to_hang(self) -> None:
-        """Drops a failure that never ended its rank: the hang's verdict names that rank."""
+        """Drops a failure that never ended its rank, because the hang's verdict names that rank."""
         self._forget()
 
     @property
@@ -141,7 +141,7 @@ class CrashCase:
         return None
 
     def begin(self) -> _FailedAttempt:
-        """Handles a failure, even of a rank that was killed and couldn't report it."""
+        """Begins to handle a failure, even if the rank was killed and couldn't report it."""
         if self._failure is None:
             failure = _FailedAttempt(self._watch.attempt, self._watch.quiet_s(time.monotonic()))
             failure.due_s = failure.begun_s + EXIT_S
@@ -262,7 +262,7 @@ def peer_notes(status: PeerStatus) -> tuple[str, ...]:
 
 
 def own_failure(host: str, exits: Mapping[int, int], exceptions: Mapping[int, RankException]) -> str:
-    """Returns the root failure on this node, or "" if its failures might be consequences of another node's."""
+    """Returns the root failure on this node; empty if its failures might be consequences of another node's failure."""
     from safelaunch.stacks.tracebacks import gathered
     from safelaunch.verdict.exceptions import is_consequence, one_line, root_of
     from safelaunch.verdict.exits import signal_name
@@ -283,7 +283,7 @@ _UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
 
 
 def unreadable_script(ranks: Sequence[RankEvidence]) -> str:
-    """Returns the syntax error that all failed ranks raised before the first step, or ""."""
+    """Returns the syntax error that all failed ranks raised before the first step, or "" if there isn't one."""
     raised = {f"{rank.exception.type}: {rank.exception.message}" for rank in ranks if rank.exception is not None}
     began = any(rank.progress is not None and rank.progress.step for rank in ranks)
     error = min(raised, default="")

@@ -1,4 +1,4 @@
-"""Warns about ranks that compute on another device than their own."""
+"""Warns about ranks that compute on a device other than their own."""
 
 from __future__ import annotations
 
@@ -60,5 +60,5 @@ class DeviceNotice:
             say(wrong)
 
     def finish(self) -> None:
-        """Checks once more: a short job might end before each rank has made a step."""
+        """Checks once more, because a short job might end before each rank has completed a step."""
         self.tick(time.monotonic() + 2 * DEVICE_PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Finds hardware that fails repeatedly: GPUs and hosts that the latest bundles of hangs and crashes blame."""
+"""Finds hardware that fails repeatedly: the GPUs and hosts blamed by the latest bundles of hangs and crashes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _VerdictPart(msgspec.Struct):
 
 
 def with_earlier_bundles(evidence: Evidence, bundle_dir: Path) -> Evidence:
-    """Adds hardware that the latest bundles blame. Never raises."""
+    """Adds the hardware that the latest bundles blame to ``evidence``. Never raises."""
     if evidence.earlier is not None or evidence.outcome in ("dump", "suspect"):
         return evidence
     task = BackgroundTask("earlier bundles", lambda: blamed_hardware(bundle_dir))

@@ -1,6 +1,6 @@
-"""Early looks: a line about a quiet job within seconds, long before the threshold.
+"""Takes early looks, which print a line about a quiet job within seconds, long before the threshold.
 
-An early look ends no job and writes no bundle, but a proof that the job is dead brings the suspicion forward.
+An early look ends no job and writes no bundle. But if it proves that the job is dead, the job is suspected sooner.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EarlyLooks:
         return self._quiet
 
     def advance(self, now: float, *, free: bool) -> None:
-        """Makes one step. ``free`` is False if the job is suspected, has failed or is being stopped."""
+        """Performs the next step. ``free`` is False if the job is suspected, has failed or is being stopped."""
         if self._failed:
             return
         try:
@@ -178,7 +178,7 @@ class EarlyLooks:
 
 
 def without_the_gil(target: Target, look: Look) -> Target:
-    """Drops questions that need the GIL, if a thread holds it: an unanswered question delays a healthy rank's exit."""
+    """Drops requests that need the GIL, unless it is free: an unanswered request delays a healthy rank's exit."""
     rank = look.ranks.get(target.rank)
     sample = rank.main.stack.value if rank is not None and rank.main is not None else None
     free = sample is not None and not any(thread.owns_gil for thread in sample.threads)

@@ -1,4 +1,4 @@
-"""Notes on what slows a healthy job down: stragglers, shared GPUs, other programs' GPU memory."""
+"""Notes problems that slow a healthy job down: stragglers, shared GPUs, other programs' GPU memory."""
 
 from __future__ import annotations
 

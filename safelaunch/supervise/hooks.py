@@ -1,8 +1,8 @@
-"""``--on-bundle COMMAND``, ``--on-suspect COMMAND``: runs the user's command for each bundle or early look.
+"""Runs the user's command for each bundle (``--on-bundle COMMAND``) or early look (``--on-suspect COMMAND``).
 
-Only the end of the job waits for it. ``posix_spawn`` unblocks the supervisor's signals in the child without a wrapper.
-The command has its own process group, to kill all of it, but stays in safelaunch's session, which distinguishes it from
-the job.
+Only the end of the job waits for the command. ``posix_spawn`` unblocks the supervisor's signals in the child without a
+wrapper. The command has its own process group, so that all of it can be killed. But it stays in safelaunch's session,
+which distinguishes it from the job.
 """
 
 from __future__ import annotations
@@ -108,10 +108,11 @@ def _usable(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def run(command: str, env: Mapping[str, str], *, deadline_s: float, is_cancelled: Callable[[], bool]) -> str:
-    """Runs ``command`` in the shell; returns why it failed, or "". Raises OSError if it can't start.
+    """Runs ``command`` in the shell. Returns why it failed, or "" if it didn't. Raises OSError if it can't be started.
 
-    Its process group is killed after ``deadline_s`` seconds, or once ``is_cancelled`` returns true. Its output is shown
-    only if it fails. The command ends with the shell; background processes can continue.
+    The command's process group is killed after ``deadline_s`` seconds, or once ``is_cancelled`` returns true. Its
+    output is shown only if it fails. The command counts as ended once the shell exits; background processes can
+    continue.
     """
     read, write = os.pipe()
     try:

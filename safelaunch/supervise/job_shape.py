@@ -1,4 +1,4 @@
-"""The job's entry in a bundle's manifest: mesh, process groups, devices and batches."""
+"""Describes the job in a bundle's manifest: mesh, process groups, devices and batches."""
 
 from __future__ import annotations
 

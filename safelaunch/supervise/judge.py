@@ -1,4 +1,4 @@
-"""Judges from two looks a job that makes no step: proved dead, alive because something works, or unknown."""
+"""Judges a job that completes no steps, from two looks: proved dead, alive because something works, or unknown."""
 
 from __future__ import annotations
 

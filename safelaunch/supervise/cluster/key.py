@@ -10,11 +10,11 @@ SHORTEST_KEY, LONGEST_KEY = 16, 4096  # bytes
 
 
 class BadKeyFile(ValueError):
-    """Raised for a file without a key; the message is a clause."""
+    """Raised for a file without a key. The message is a clause."""
 
 
 def read_key(path: Path) -> bytes:
-    """Returns the file's stripped content. Raises BadKeyFile."""
+    """Returns the file's contents, stripped. Raises BadKeyFile."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

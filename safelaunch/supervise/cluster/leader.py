@@ -1,4 +1,4 @@
-"""Computes the leader's next page from the nodes' beats (pure).
+"""Computes the leader's next page from the nodes' beats. Has no side effects.
 
 A job counts as hung only if every rank is on a responding node, and all these nodes looked at the same time and voted
 that nothing moves.
@@ -31,7 +31,7 @@ class LeaderInput:
 
 
 class Leader:
-    """One node's term as the leader."""
+    """A node's term as the leader."""
 
     def __init__(self, page: LeaderPage, now: float) -> None:
         self.page = page
@@ -81,7 +81,10 @@ class Leader:
         return self._enter(page, "looking", now)
 
     def _advance(self, page: LeaderPage, inputs: LeaderInput, now: float) -> LeaderPage:
-        """Advances an incident in phase looking or collecting. Any sign that the job might move ends it."""
+        """Advances an incident that is in phase looking or collecting.
+
+        Any sign that the job might move ends the incident.
+        """
         participants = _participants(inputs, page.incident)
         votes = {beat.vote for beat in participants.values()}
         # Each condition has its own limit: ignore nodes with another vote.
@@ -124,7 +127,7 @@ class Leader:
 
 
 def covers(beats: Collection[Beat]) -> bool:
-    """Returns whether these nodes see every rank of one job exactly once."""
+    """Returns whether these nodes see every rank of the same job exactly once."""
     with_ranks = [beat for beat in beats if beat.ranks]
     ranks = list(chain.from_iterable(beat.ranks for beat in with_ranks))
     worlds = {beat.world for beat in with_ranks}

@@ -46,7 +46,7 @@ FETCH_S = 2.0  # for evidence in one round, in which a reading leader sends no p
 
 
 class Membership:
-    """Exchanges records under one slot. After NodeStoreError, ``resume`` continues over a new connection."""
+    """Exchanges records in one slot. After NodeStoreError, ``resume`` continues over a new connection."""
 
     def __init__(self, store: StoreClient, prefix: str, codec: Codec, node: NodeCard) -> None:
         self._store = store
@@ -83,9 +83,11 @@ class Membership:
         self._write(f"m/{self._slot}", self._written)
 
     def resume(self, store: StoreClient) -> bool:
-        """Continues over a new connection; returns False if the store or this host has another address.
+        """Continues over a new connection.
 
-        Counts only grow, so late messages of the old connection are recognized.
+        Returns False if the store or this host has another address, or the slot was changed.
+
+        Late messages of the old connection are recognized, because counts only grow.
         """
         address, is_local = store.own_address, store.is_local
         if (address, is_local) != (self._node.address, self._node.hosts):
@@ -103,7 +105,7 @@ class Membership:
         self._store.set(f"{self._prefix}/{place}", self._codec.encode(place, beat), deadline_s=LAST_BEAT_S)
 
     def drain(self, patience_s: float) -> None:
-        """Waits until all other nodes have left or are silent, because this node hosts the store."""
+        """Waits until all other nodes have left or are silent, because they need the store that this node hosts."""
         liveness, until = Liveness(), time.monotonic() + patience_s
         while (now := time.monotonic()) < until:
             others = {s: beat for s, beat in self._beats().items() if s != self._slot and beat.doing != "ended"}
@@ -165,7 +167,7 @@ class Membership:
     # --- evidence and decisions -------------------------------------------------------------------------------------
 
     def _submit(self, outbox: Outbox) -> None:
-        """Stores new evidence and deletes old, as nothing in the store expires."""
+        """Stores new evidence and deletes old evidence, because nothing in the store expires."""
         current = {round_ for round_, _ in outbox.submitted.values()}
         for kind, (round_, count) in list(self._submitted.items()):
             if round_ not in current:
@@ -217,7 +219,7 @@ class Membership:
     def _read_decisions(self, page: LeaderPage) -> None:
         """Reads the decision about a hang once the page announces it.
 
-        Reads a crash's decision at once, because the store might end with another node.
+        Reads the decision about a crash at once, because the store might end with another node.
         """
         hang = f"hang.{page.incident}" if page.phase in ("decided", "agreed") else ""
         crashes = (self._submitted.get("crash", ("", 0))[0], f"crash.{page.crash}" if page.crash else "")
@@ -352,9 +354,9 @@ class Membership:
                     self._cards[slot] = self._codec.decode(f"m/{slot}", data, NodeCard)
 
     def _decode_beats(self, slots: Sequence[int], values: Sequence[bytes]) -> dict[int, Beat]:
-        """Returns each slot's newest beat; an unreadable one doesn't replace the previous one.
+        """Returns each slot's newest beat. An unreadable beat doesn't replace the previous one.
 
-        Counts only grow: a lower one came over an abandoned connection or from a foreign process.
+        Counts only grow, so a beat with a lower count came over an abandoned connection or from a foreign process.
         """
         for slot, data in zip(slots, values, strict=False):
             with suppress(BadMessage):
@@ -380,9 +382,9 @@ class Membership:
         return data
 
     def _overwrite_page(self, data: bytes, now: float) -> bool:
-        """Stores the leader's page, even over a foreign one; returns False if that failed.
+        """Stores the leader's page, replacing even a foreign one. Returns False if that failed.
 
-        A readable page is from a node that took over because this one hadn't responded for long.
+        If the stored page is readable, its node took over because this node hadn't responded for long. Then it stays.
         """
         for _ in range(OVERWRITES):
             stored = self._replace_page(data)
@@ -409,7 +411,7 @@ class Membership:
                 self._begin_to_lead(structs.replace(page, leader=self._slot, epoch=page.epoch + 1), now, liveness)
 
     def _lead(self, leader: Leader, outbox: Outbox, now: float) -> tuple[LeaderPage, dict[int, Beat], dict[int, Beat]]:
-        """Writes the next page; returns it, all beats, and the responding nodes' beats."""
+        """Writes the next page. Returns it, all beats, and the responding nodes' beats."""
         beats = self._beats()
         self._liveness.observe({slot: (beat.incarnation, beat.count) for slot, beat in beats.items()}, now)
         present = {slot: beat for slot, beat in beats.items() if beat.doing != "ended"}
@@ -470,7 +472,7 @@ class Membership:
         return self._decode_beats(slots, values)
 
     def _discover(self, number: int) -> None:
-        """Finds new slots with bounded queries, because the stored number might be wrong."""
+        """Finds new slots. Limits the number of queries, because the stored slot count might be wrong."""
         new = [slot for slot in range(1, number + 1) if slot not in self._slots]
         after = bisect_right(new, self._asked_up_to)
         new = new[after:] + new[:after]

@@ -1,4 +1,4 @@
-"""Merges evidence of all nodes."""
+"""Merges the evidence of all nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safelaunch.model.evidence import all_nodes
 
 
 def merge(own: Evidence, others: Sequence[Evidence]) -> Evidence:
-    """Merges the evidence of all nodes. If several report a rank, the first one counts."""
+    """Merges the evidence of all nodes. If several nodes report a rank, the first report counts."""
     kept: dict[int, RankEvidence] = {}
     for rank in (rank for evidence in (own, *others) for rank in evidence.ranks):
         if rank.rank < own.world_size:
@@ -56,7 +56,7 @@ _LEAST_KNOWN: tuple[Answer, ...] = ("alive", "unseen", "unknown", "dead")
 
 
 def with_relative_times(evidence: Evidence, now_unix_s: float) -> Evidence:
-    """Replaces times of failures by seconds since ``now_unix_s``, because nodes' clocks differ.
+    """Replaces times of failures with seconds since ``now_unix_s``, because nodes' clocks differ.
 
     All nodes report within about two seconds of the failure, so the results are comparable.
     """

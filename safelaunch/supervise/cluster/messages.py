@@ -1,8 +1,8 @@
 """Records that supervisors exchange: a fixed set, bounded, typed, and signed if the job has a key.
 
 Each node writes a *beat* about itself: its ranks, what it sees, its vote. The leader reads all beats and writes one
-*page* that every node reads. Nodes read ``NodesBySlot``, with facts about single nodes, when it changes. So a round
-costs each node two operations, however many nodes there are.
+*page* that every node reads. Nodes read ``NodesBySlot``, which has facts about single nodes, only when it changes. So a
+round costs each node two operations, whatever the number of nodes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WireSlots = Annotated[tuple[_WireCount, ...], Meta(max_length=4096)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag="v3"):
-    """Base of all records. The tag is the protocol's version."""
+    """Base of all records. Its tag is the protocol's version."""
 
 
 class NodeCard(Message, frozen=True):
@@ -69,7 +69,7 @@ class NodeQuestion(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """A node's report about itself, every half second, without clock times."""
+    """A node's report about itself, sent every half second. It contains no clock times."""
 
     incarnation: _WireName
     count: _WireCount

@@ -1,7 +1,7 @@
-"""Finds the store that a job's supervisors share, from the command line and the environment (pure).
+"""Finds the store that a job's supervisors share, from the command line and the environment. Has no side effects.
 
-torchrun's agents share a store, unless they meet over etcd or in a file. Under other launchers, the supervisor on the
-host of ``--cluster-store`` starts one.
+torchrun's agents share a store, unless their rendezvous is over etcd or in a file. Under other launchers, the
+supervisor on the host of ``--cluster-store`` starts one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NoRendezvous:
 
 @dataclass(frozen=True, slots=True)
 class _Torchrun:
-    """torchrun's options, or else its ``PET_*`` variables."""
+    """torchrun's options, or else the ``PET_*`` variables that set them."""
 
     command: CommandLine
     environ: Mapping[str, str]
@@ -59,7 +59,7 @@ class _Torchrun:
 
     @property
     def node_rank(self) -> int | None:
-        """Value for a static rendezvous; c10d assigns ranks itself."""
+        """Returns the node's rank for a static rendezvous; None for c10d, which assigns ranks itself."""
         static = self.option("rdzv-backend", "--rdzv-b", "static").lower() == "static"
         number = self.option("node-rank", "--node-r", "") or "0"
         return int(number) if static and number.isdecimal() else None
@@ -87,7 +87,10 @@ class _Torchrun:
 def meeting(
     command: CommandLine | None, environ: Mapping[str, str], named: str | None = None
 ) -> SharedStore | NoRendezvous:
-    """Returns the store of ``--cluster-store`` (``named``) or torchrun's. Under ``exec``, ``command`` is None."""
+    """Returns the store named by ``--cluster-store`` (``named``), or torchrun's.
+
+    Under ``exec``, ``command`` is None.
+    """
     torchrun = _Torchrun(command, environ) if command is not None and command.program is None else None
     if torchrun is not None and torchrun.has_one_node:
         return NoRendezvous()
@@ -132,7 +135,7 @@ def _scheduled_port(environ: Mapping[str, str]) -> str | None:
 
 
 def hosts_of(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns all nodes of the Slurm step (``rack[1-2]n[001-016,20],login``); empty without a valid list."""
+    """Returns all nodes of the Slurm step (``rack[1-2]n[001-016,20],login``); empty if there is no valid list."""
     nodes = next((environ[name] for name in NODE_LISTS if environ.get(name)), "")
     hosts: list[str] = []
     for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", nodes):

@@ -1,8 +1,8 @@
 """Client of c10d's TCPStore without torch, for the store of torchrun's agents.
 
 It speaks the protocol of torch 2.6 to 2.15 (libuv and the older server): little-endian, strings as u64 length and
-bytes, ``/`` before each key. The server has one thread and no time limit, so each operation has a deadline. After a
-missed one, the connection is closed, because its next bytes would answer an old question.
+bytes, ``/`` before each key. The server has one thread and no time limits, so each operation has a deadline. After a
+missed deadline, the connection is closed, because its next bytes would answer the earlier request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_ANSWERED = 64 << 20  # bytes; no answer of a TCPStore is longer
 
 
 class NodeStoreError(Exception):
-    """Raised if the store doesn't answer as a TCPStore does; the connection is closed.
+    """Raised if the store doesn't respond as a TCPStore does. Its connection is closed.
 
     Attribute ``lost`` says what this means for the store's host.
     """
@@ -41,7 +41,7 @@ class NodeStoreError(Exception):
 
 
 class ValueTooLarge(ValueError):
-    """Raised for a key or value that is too large for some servers; nothing was sent."""
+    """Raised for a key or value that is too large for some servers, before anything is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Address:
 class StoreClient:
     """A connection; not thread-safe. Every method raises NodeStoreError.
 
-    Time limits, in seconds, include sending and, for ``__init__``, the server's greeting.
+    Time limits, in seconds, include sending; for ``__init__``, also the server's greeting.
     """
 
     def __init__(self, address: Address, *, deadline_s: float = CONNECT_S) -> None:
@@ -93,25 +93,25 @@ class StoreClient:
             return ""
 
     def set(self, key: str, value: bytes, *, deadline_s: float) -> None:
-        """Returns once the server has the value. Raises ValueTooLarge."""
+        """Stores ``value``. Returns once the server has it. Raises ValueTooLarge."""
         self._deadline = time.monotonic() + deadline_s
         nonce = os.urandom(4)  # the server answers only the PING after SET
         if self._ask(bytes([_SET]) + _key(key) + _value(value) + bytes([_PING]) + nonce, 4) != nonce:
             raise self._broken("an unexpected answer")
 
     def compare_set(self, key: str, expected: bytes, wanted: bytes, *, deadline_s: float) -> bytes:
-        """Stores ``wanted`` if ``expected`` is stored (empty: nothing); returns what is stored then.
+        """Stores ``wanted`` if the stored value is ``expected`` (empty for none). Returns the value stored after that.
 
-        The server returns ``expected`` if nothing is stored although something was expected.
+        If there is no stored value although one was expected, the server returns ``expected``.
         """
         self._deadline = time.monotonic() + deadline_s
         self._send(bytes([_COMPARE_SET]) + _key(key) + _value(expected) + _value(wanted))
         return self._bytes()
 
     def get(self, key: str, *, deadline_s: float) -> bytes | None:
-        """Returns the stored value, if any.
+        """Returns the stored value, or None if there is none.
 
-        Checks first, because the older server closes the connection if the key is missing.
+        Checks first that the key exists, because the older server closes the connection if it doesn't.
         """
         self._deadline = time.monotonic() + deadline_s
         if not self._has([key]):
@@ -217,7 +217,7 @@ def _lost(error: OSError) -> Lost:
 
 
 def probe(address: str, port: int, *, deadline_s: float) -> ServerProbe:
-    """Checks if the host at ``address`` answers; a refused connection is an answer. Never raises."""
+    """Checks whether the host at ``address`` responds. A refused connection counts as a response. Never raises."""
     try:
         ipaddress.ip_address(address)  # a peer wrote the address, so don't resolve a name
         socket.create_connection((address, port), timeout=deadline_s).close()

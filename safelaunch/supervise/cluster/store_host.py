@@ -1,7 +1,7 @@
 """Starts torch's store in a helper process, if torchrun's agents have none.
 
-The socket listens before torch is imported, so early clients wait in its queue. Of several supervisors on the host, the
-first to bind the port starts the store.
+The socket listens before torch is imported, so early clients wait in its queue. If several supervisors run on the host,
+the first to bind the port starts the store.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StoreHost:
         return self._pid != 0
 
     def start(self) -> None:
-        """Starts the store if this is its host and the port is free. Might resolve a name."""
+        """Starts the store if this is its host and the port is free. Might have to resolve a host name."""
         if self.has_started or not is_this_host(self.address.host):
             return
         try:
@@ -108,7 +108,10 @@ class StoreHost:
 
 
 def is_this_host(host: str) -> bool:
-    """Returns whether ``host`` is this machine: packets to its address would have that address as their source."""
+    """Returns whether ``host`` is this machine.
+
+    If it is, packets to its address have that address as their source.
+    """
     try:
         addresses = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)
     except OSError:
@@ -125,7 +128,7 @@ def is_this_host(host: str) -> bool:
 
 
 def _listen(address: Address) -> socket.socket:
-    """Listens on an address, or on all for a name, which other nodes might resolve differently."""
+    """Listens on an address; for a name, listens on all addresses, because other nodes might resolve it differently."""
     if _is_name(address.host):
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET

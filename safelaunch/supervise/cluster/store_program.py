@@ -1,7 +1,7 @@
 """Serves a TCPStore while its parent lives, in the interpreter that has torch: ``python store_program.py HOST``.
 
-Descriptor 3 already listens. The program ends with stdin, which the parent holds open. safelaunch might not be
-installed there, so nothing imports this file.
+Descriptor 3 is already a listening socket. The program ends when stdin ends, which the parent holds open. safelaunch
+might not be installed in that interpreter, so this file imports nothing from it.
 """
 
 import os
@@ -11,7 +11,7 @@ LISTENING = 3
 
 
 def main() -> None:
-    """Serves until stdin ends; exits without cleanup because the server's threads might be busy."""
+    """Serves until stdin ends. Exits without cleanup, because the server's threads might be busy."""
     import socket
 
     with socket.socket(fileno=os.dup(LISTENING)) as listening:

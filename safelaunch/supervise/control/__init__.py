@@ -1,1 +1,1 @@
-"""Talks to live runs: their sockets' protocol, and their discovery."""
+"""Communicates with live runs: the protocol of their sockets, and their discovery."""

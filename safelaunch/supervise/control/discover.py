@@ -1,4 +1,4 @@
-"""Finds this user's live runs on this node by their run directories, and asks them."""
+"""Finds this user's live runs on this node by their run directories, and queries them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """Run id and name, ``r4711 (train)``, or run id and problem."""
+        """Returns the run's id and name, such as ``r4711 (train)``, or its id and problem."""
         return f"{self.id} ({self.name or self.problem})"
 
 
@@ -73,7 +73,7 @@ def _owner(directory: Path) -> ProcessId | None:
 
 
 def look(places: Sequence[Path], *, deadline_s: float = STATUS_DEADLINE_S) -> tuple[Run, ...]:
-    """Returns every run below ``places`` with its status; asks all at once, each for at most ``deadline_s``."""
+    """Returns every run below ``places`` with its status. Queries all at once, each for at most ``deadline_s``."""
     found = find(places)
     if not found:
         return ()
@@ -111,7 +111,7 @@ def _why_silent(directory: Path, supervisor: ProcessId, otherwise: str) -> str:
 
 
 def select(runs: Sequence[Run], word: str | None) -> tuple[Run, ...]:
-    """Returns the runs with ``word`` as id (``r4711``), supervisor's pid or name; all for None."""
+    """Returns the runs that have ``word`` as id (``r4711``), supervisor's pid or name; all if ``word`` is None."""
     if word is None:
         return tuple(runs)
     for matches in (

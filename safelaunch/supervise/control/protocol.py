@@ -1,7 +1,8 @@
 """Protocol of a running supervisor: one JSON line each way over a unix socket in its private run directory.
 
-It answers ``{"command": "status"}`` at once, and ``{"command": "dump", "bundle_dir": ""}`` once the bundle is written.
-Other commands are add-ons': ``{"command": "record", "ask": {"duration_s": 10}}`` is answered after that time.
+The supervisor answers ``{"command": "status"}`` at once, and ``{"command": "dump", "bundle_dir": ""}`` once the bundle
+is written. Other commands come from add-ons: ``{"command": "record", "ask": {"duration_s": 10}}`` is answered after
+that time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _NULL = msgspec.Raw(b"null")
 
 
 class ControlRequest(msgspec.Struct, frozen=True):
-    """Request for ``status``, ``dump`` or an add-on's service."""
+    """A request for ``status``, ``dump`` or an add-on's service."""
 
     command: str
     bundle_dir: str = ""  # absolute; empty: the run's own
@@ -56,7 +57,7 @@ class RankStatus(msgspec.Struct, frozen=True):
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """A node of a job with several nodes, by its own report."""
+    """A node of a job with several nodes, according to its own report."""
 
     host: str
     ranks: str
@@ -105,7 +106,7 @@ class ServiceAnswer(msgspec.Struct, Generic[Part], frozen=True):
 
 
 class Client:
-    """The server's side of a connection. Nothing blocks."""
+    """The server's side of one client's connection. No method blocks."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -121,7 +122,7 @@ class Client:
         return self.until_s is not None and self._answer is None
 
     def read(self) -> ControlRequest | None:
-        """Returns the request once its line is complete. Raises OSError or ValueError if it can't arrive."""
+        """Returns the request once its line is complete, else None. Raises OSError or ValueError if it can't arrive."""
         try:
             chunk = self._connection.recv(4096)
         except BlockingIOError:
@@ -156,9 +157,9 @@ class Client:
 
 
 class Server:
-    """The supervisor's side. Nothing blocks. Raises OSError if the socket can't be created.
+    """The supervisor's side. No method blocks. Raises OSError if the socket can't be created.
 
-    With more than ``MOST_CLIENTS``, it drops the oldest one that has sent no request.
+    If there are more than ``MOST_CLIENTS`` clients, drops the oldest one that hasn't sent a request.
     """
 
     def __init__(self, path: Path) -> None:
@@ -226,7 +227,7 @@ class Server:
 
 
 def ask(path: Path, request: ControlRequest, *, deadline_s: float) -> bytes:
-    """Sends a request to the supervisor at ``path``; returns its answer within ``deadline_s`` in all.
+    """Sends a request to the supervisor at ``path``, and returns its answer within ``deadline_s`` seconds in total.
 
     Raises SafelaunchError.
     """
