@@ -56,7 +56,7 @@ class Monitor(Protocol):
     name: str  # used in messages, with its article
 
     def tick(self) -> None:
-        """Runs in the supervisor's loop, several times a second. Must not block. Is removed if it raises."""
+        """Runs in the supervisor's loop, several times a second. Must not block. An exception ends the monitor."""
 
     def finish(self, *, succeeded: bool) -> None:
         """Runs once the job has ended. ``succeeded`` is True if it ended by itself with exit code 0."""
@@ -75,7 +75,7 @@ class Probe(Protocol):
         """Runs before the user's script. ``base`` is the path of the rank's page and a prefix for the probe's files."""
 
     def detach(self) -> None:
-        """Removes what ``install`` set up, in a process forked from the rank."""
+        """In a process forked from the rank, removes what ``install`` set up."""
 
 
 class Service(Protocol[Ask, Part]):
@@ -94,10 +94,10 @@ class Service(Protocol[Ask, Part]):
         """Returns this node's part: the answer for its ranks, without secrets. Returns early once ``stop`` is set."""
 
     def check(self, part: Part) -> None:
-        """Raises msgspec.ValidationError if another node's part can't be used."""
+        """Raises msgspec.ValidationError if a part from another node is unusable."""
 
     def merged(self, ask: Ask, parts: Sequence[Part], notes: Sequence[str]) -> Part:
         """Merges the parts into the answer for the client. ``notes`` say why parts of other nodes are missing."""
 
     def bounded(self, part: Part, fits: Callable[[Part], bool]) -> Part:
-        """Returns as much of the part as ``fits`` accepts, because the size of a message is limited."""
+        """Shortens the part until ``fits`` accepts it, because the size of messages is limited."""

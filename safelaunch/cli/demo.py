@@ -119,7 +119,7 @@ def _run_to_its_end(command: list[str]) -> tuple[int, bool]:
 
 
 def _judge(demo: Demo, code: int, bundle: Path | None, seconds: float) -> int:
-    """Compares the verdict with the expected one; returns the exit code."""
+    """Compares the verdict with the expected one and prints the result; returns the exit code."""
     if bundle is None:
         say(f"FAILED: no bundle was written (exit code {code} after {seconds:.0f} s)")
         return 1

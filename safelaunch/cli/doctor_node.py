@@ -197,9 +197,9 @@ def attempt(pid: int, *, native: bool = False) -> Trial:
 
 
 def trials(python: str) -> tuple[Trial, Trial, Trial]:
-    """Tries to read the stacks of two children, and the C frames of the first; returns the results in this order.
+    """Tries to read the stacks of two children: one that allows tracing, as ranks do, and one that doesn't.
 
-    The first child allows tracing, as ranks do; the second doesn't. The C frames come last.
+    The third result is the attempt to read the C frames of the first child.
     """
     try:
         with child(python, os.getpid()) as pid:

@@ -109,7 +109,7 @@ def answer_of(run: Run, request: ControlRequest, kind: type[T], deadline_s: floa
     """Returns the supervisor's answer. Raises SafelaunchError if the supervisor has another version.
 
     Args:
-        meanwhile: What happens with the request if this process stops waiting, for the message.
+        meanwhile: What happens to the request if this process stops waiting, for the message.
     """
     try:
         data = ask(RunPaths(run.directory).control, request, deadline_s=deadline_s)

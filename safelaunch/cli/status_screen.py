@@ -193,7 +193,7 @@ def fit(text: str, width: int, glyphs: Glyphs) -> str:
 
 
 def _several(runs: Sequence[Run], width: int, room: int, glyphs: Glyphs) -> list[StatusLine]:
-    """Returns two lines per run; one, or only some runs, if not all fit. Conspicuous runs come first."""
+    """Returns two lines per run; if these don't fit, one line per run, or some runs only. Conspicuous runs first."""
     short = [_short(run, width, glyphs) for run in runs]
     if sum(map(len, short)) <= room:
         return [line for lines in short for line in lines]
@@ -236,7 +236,7 @@ def _whole_run(run: Run, now_unix_s: float, width: int, room: int, glyphs: Glyph
 
 
 def title(status: RunStatus, now_unix_s: float, width: int, glyphs: Glyphs, *, short: bool = False) -> StatusLine:
-    """Returns the title line: ``r2402 pretrain watching · 64 ranks · up 2h05m · pid 2402``."""
+    """Returns the title line: ``r2402  pretrain  watching · 64 ranks · up 2h05m · pid 2402``."""
     there = len(status.ranks)
     words, style = _STATES.get(status.watch, (clean(status.watch), "warn"))
     standing = standing_s(status)

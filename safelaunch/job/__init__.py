@@ -1,1 +1,1 @@
-"""Starts and ends a job."""
+"""Starts a job, and ends it."""

@@ -1,4 +1,4 @@
-"""``--dry-run``: the plan as text."""
+"""``--dry-run``: shows the plan of a job as text."""
 
 from __future__ import annotations
 

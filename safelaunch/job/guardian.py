@@ -165,7 +165,7 @@ class Guardian:
         self._write(str(member).encode())
 
     def dismiss(self) -> None:
-        """Dismisses the guardian after a normal end; the job's daemons survive."""
+        """Tells the guardian, after a normal end, to exit without ending anything. The job's daemons survive."""
         self._write(guarding.WELL)
         os.close(self._commands)
         if self.pid and not self._has_gone():  # it is stopped

@@ -309,7 +309,7 @@ def _silence() -> None:
 
 
 def _keep_only(descriptors: Sequence[int]) -> list[int]:
-    """Closes all descriptors from 3 on except ``descriptors``, and renumbers these from 3; returns the new numbers."""
+    """Closes all descriptors above 2 except ``descriptors``, and renumbers these from 3 on; returns the new numbers."""
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3 + len(descriptors)) for descriptor in descriptors]
     numbers = range(3, 3 + len(descriptors))
     for number, descriptor in zip(numbers, high, strict=True):

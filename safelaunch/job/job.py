@@ -45,7 +45,7 @@ class JobProcesses:
         return process.reap(self.agent.pid) if self._guardian is None else self._guardian.ended()
 
     def look_for_orphans(self) -> None:
-        """Adopts orphans after the death of the job's first guardian, and reports them to the next one."""
+        """If the job's first guardian is dead, adopts new orphans of the job and reports them to the next guardian."""
         if self._guardian is None or self._guardian.adopts_orphans:
             return
         for orphan in process.adopted([self.agent.pid, *self._not_the_jobs()]):
@@ -66,7 +66,7 @@ class JobProcesses:
         return [self._guardian.pid] if self._guardian is not None and self._guardian.pid else []
 
     def all(self) -> tuple[ProcessId, ...]:
-        """Returns all processes of the job, even those adopted after a guardian's death."""
+        """Returns all processes of the job, even those that this process adopted after a guardian's death."""
         return process.descendants([os.getpid(), *self._guardians()], exclude=self._not_the_jobs())
 
     def end_all(self, grace_s: float = GRACE_S) -> tuple[ProcessId, ...]:

@@ -59,7 +59,7 @@ def has_no_number_of_processes(command: CommandLine, environ: Mapping[str, str])
 
 
 def python_script(words: Sequence[str]) -> str:
-    """Returns ``train.py`` for ``python -u train.py``, else ""."""
+    """Returns the script in a command that runs one with Python: ``train.py`` for ``python -u train.py``, else ""."""
     program, *rest = words
     if not re.fullmatch(r"python[\d.]*", program.rpartition("/")[2]):
         return ""

@@ -52,7 +52,7 @@ class RunPaths:
 
     @property
     def control(self) -> Path:
-        """Socket for ``safelaunch status`` and ``safelaunch dump``."""
+        """Socket through which ``safelaunch status`` and ``safelaunch dump`` reach the supervisor."""
         return self.root / "control"
 
     @property
@@ -240,7 +240,7 @@ def working_directory() -> Path:
 
 
 def seen_from_here(path: str) -> str:
-    """Returns a path for display: relative to the working directory if it is inside it."""
+    """Returns a path for display: relative to the working directory if the path is inside that directory."""
     here = working_directory()
     return os.fspath(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
@@ -270,7 +270,7 @@ def local_bundles() -> Path:
 
 
 class Unfinished:
-    """Bundles in progress, each in a locked directory."""
+    """Bundles in progress. Each has its own locked directory."""
 
     def __init__(self) -> None:
         self._held: dict[Path, int] = {}

@@ -47,7 +47,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Inputs of a plan besides its command line."""
+    """Inputs of a plan other than its command line."""
 
     environ: Mapping[str, str]
     run_dir: Path
@@ -68,7 +68,7 @@ def build(command: CommandLine, settings: Settings, torch: TorchInstallation, ar
 def build_exec(
     words: tuple[str, ...], program: str, settings: Settings, torch: TorchInstallation | None, around: Surroundings
 ) -> Plan:
-    """Plans the job of ``safelaunch exec``, any command. ``program`` is the path of ``words[0]``."""
+    """Plans a job of ``safelaunch exec``, which can be any command. ``program`` is the path of ``words[0]``."""
     name, own = name_of_command(words), {"SAFELAUNCH_MODE": "exec"}
     return replace(_plan((program, *words[1:]), name, settings, torch, around, own), script=words, by_torchrun=False)
 

@@ -90,7 +90,7 @@ ProcessTable = Mapping[int, tuple[int, int]]
 
 
 def process_table() -> ProcessTable:
-    """Returns all processes: pid → (ppid, start_ticks)."""
+    """Returns all processes of the node: pid → (ppid, start_ticks)."""
     pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
     return {pid: (stat.ppid, stat.start_ticks) for pid in pids if (stat := procstat.read(pid)) is not None}
 
@@ -191,7 +191,7 @@ def fork(become: Callable[[], NoReturn], tell: Callable[[ProcessId], None] | Non
 
 
 def _become(become: Callable[[], NoReturn], may_go: int, report: int) -> NoReturn:
-    """Runs ``become`` in the forked child once ``may_go`` permits. If it fails, writes the error to ``report``."""
+    """Waits in the forked child for ``may_go``, then runs ``become``. Reports an error through ``report``."""
     try:
         if os.read(may_go, 1):
             become()
@@ -265,7 +265,7 @@ class Children:
 
 
 def become_subreaper() -> None:
-    """Makes this process the parent of all orphans below it, even of processes that are orphaned later (Linux 4.11)."""
+    """Makes this process adopt all orphans below it, even among descendants started before the call (Linux 4.11)."""
     try:
         import _ctypes  # all of ctypes takes 3 ms and 0.7 MiB, while the job waits
 

@@ -20,7 +20,7 @@ from safelaunch.system.files import text_of
 
 
 def note(run: RunPaths, what: str, value: str) -> None:
-    """Adds a line to the record: ``guardian``, ``agent`` or ``orphan`` and a process, or ``group`` and a directory."""
+    """Adds a line to the record: ``guardian``, ``agent`` or ``orphan`` and a process, or ``group`` and a path."""
     try:
         with open(run.members, "a") as file:
             file.write(f"{what} {value}\n")
@@ -47,7 +47,7 @@ class Remains:
         self._known.update(members)
 
     def find(self) -> set[ProcessId]:
-        """Returns all live processes: known ones, their descendants, others in their sessions, marked orphans."""
+        """Returns all live processes: known ones, descendants, members of their sessions, and marked orphans."""
         roots = self._known | set(parse(_workers(self._run.agent_events))) | members_of(self.group)
         alive = {root for root in roots if root.is_alive()}
         alive |= set(process.descendants((root.pid for root in alive), exclude=[os.getpid()]))

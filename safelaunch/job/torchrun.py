@@ -88,7 +88,7 @@ def _on_path(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _torch_on(path: list[str]) -> Path | None:
-    """Returns torch's directory on ``path`` (plain installation), else from the import system (editable one)."""
+    """Returns torch's directory on ``path`` or, for an editable installation, from the import system."""
     for entry in path:
         package = Path(entry or ".") / "torch"
         if (package / "distributed" / "run.py").is_file() and (package / "version.py").is_file():

@@ -33,7 +33,7 @@ class LeasableGpu:
 
     @property
     def index(self) -> str:
-        """NVML's number of the GPU."""
+        """The GPU's number in NVML."""
         return self.label.partition(".")[0]
 
 

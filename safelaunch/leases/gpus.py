@@ -1,4 +1,4 @@
-"""Leases GPUs for a job, and waits for them if asked to."""
+"""Leases GPUs for a job and, if requested, waits until they are free."""
 
 from __future__ import annotations
 

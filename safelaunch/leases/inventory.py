@@ -65,7 +65,7 @@ class Asking:
         self._process: subprocess.Popen[bytes] | None = None
 
     def answer(self, wait_s: float = 0.0) -> Inventory | None:
-        """Returns NVML's answer, or why it failed; None if it takes longer than ``wait_s``."""
+        """Returns NVML's answer, or an inventory that says why it failed; None if NVML needs longer than ``wait_s``."""
         if self._process is None:
             if not has_driver(self._environ):
                 return Inventory(missing="no NVIDIA driver on this node")

@@ -193,7 +193,7 @@ class Lease:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Locks to share with processes that outlive this one."""
+        """Descriptors of the locks, to be shared with processes that outlive this one."""
         return tuple(self.locks.values())
 
     def add(self, other: Lease) -> None:

@@ -43,7 +43,7 @@ class JobResources:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Descriptors to hold until the job's last process ends."""
+        """Descriptors that must stay open until the job's last process ends."""
         return tuple(fd for lease in self._leases for fd in lease.descriptors)
 
     def touch(self) -> None:
@@ -124,7 +124,7 @@ def _handed_over(command: CommandLine, settings: Settings, environ: Mapping[str,
 def ranks_of(command: CommandLine, environ: Mapping[str, str]) -> GpuRanking:
     """Returns how many ranks torchrun will start on this node.
 
-    ``all`` means one per visible GPU, None any other program, and 0 an unknown number. Source:
+    Returns ``all`` for one per visible GPU, None if torchrun isn't used, and 0 if the number is unknown. Source:
     ``determine_local_world_size`` of ``torch/distributed/run.py``.
     """
     if command.program is not None or not command.script or command.has_flag("-h", "--help"):

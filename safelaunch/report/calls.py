@@ -77,7 +77,7 @@ def table(facts: CaseFacts, chosen: Selection) -> CallTable:
 
 @dataclass
 class _CallColumn:
-    """Selected calls that all of ``ranks`` made."""
+    """A sequence of selected calls that all of ``ranks`` made."""
 
     slots: list[Slot]
     kinds: list[int]

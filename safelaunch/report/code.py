@@ -100,7 +100,7 @@ def _steps(facts: CaseFacts, ranks: Sequence[int]) -> list[str]:
 
 
 def _beside(facts: CaseFacts, culprit: Culprit, stack: Sequence[Frame]) -> dict[Frame, str]:
-    """Returns more frames of the rank, with their threads: of the reason, and of the main thread."""
+    """Returns other frames of the rank, each with its thread: the main thread's, and those in the reason."""
     rank = facts.ranks[culprit.rank].evidence
     view = view_of(rank)
     if view is None or view.sample is None or rank.exception is not None:
@@ -134,7 +134,7 @@ def _reasons(ranks: Sequence[int], named: Mapping[int, Culprit]) -> list[str]:
 
 
 def _groups_waited_in(ranks: Sequence[int], waits: Mapping[int, str | None]) -> list[str]:
-    """Returns the groups that ranks at one line wait in, if they differ."""
+    """Returns the groups in which ranks at the same line wait; empty if it is the same group for all."""
     groups: dict[str, list[int]] = {}
     for rank in ranks:
         if waits.get(rank) is not None:
@@ -154,7 +154,7 @@ def _stack(facts: CaseFacts, rank: int) -> tuple[Frame, ...]:
 
 
 def _stack_of_culprit(facts: CaseFacts, culprit: Culprit) -> tuple[Frame, ...]:
-    """Returns the user's frames from the culprit's line outwards, or only that line if the rank has left it."""
+    """Returns the user's frames from the culprit's frame outwards; only that frame if the rank has already left it."""
     evidence = facts.ranks[culprit.rank].evidence
     stack = stack_of(evidence, frames_at_fault(culprit, evidence)).user_frames
     if culprit.frame is None:
@@ -166,7 +166,7 @@ def _stack_of_culprit(facts: CaseFacts, culprit: Culprit) -> tuple[Frame, ...]:
 
 
 def _recorded(facts: CaseFacts, rank: int, frame: Frame | None) -> tuple[Frame, ...]:
-    """Returns the user's frames of the newest recorded call, preferably one from ``frame``."""
+    """Returns the user's frames of the newest recorded call; prefers a call made from ``frame``."""
     evidence = facts.ranks[rank].evidence
     record = evidence.flight_record
     ring = Entries.of(record.entries if record is not None else ())

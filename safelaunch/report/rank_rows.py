@@ -28,7 +28,7 @@ class RankRow:
 
 @dataclass(frozen=True)
 class Alike:
-    """Ranks that do the same at the same line."""
+    """Ranks that do the same thing at the same line."""
 
     ranks: tuple[int, ...]
     culprit: bool

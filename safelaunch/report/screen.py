@@ -149,7 +149,7 @@ def _unbroken(text: str) -> str:
 
 
 def _quoted(lines: Sequence[str]) -> list[str]:
-    """Colours text between backquotes, even across lines."""
+    """Colours text in backquotes, even if it continues on the next line."""
     result, inside = [], False
     for line in lines:
         parts = line.split("`")

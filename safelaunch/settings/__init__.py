@@ -1,1 +1,1 @@
-"""Options, configuration files and presets."""
+"""Reads options, configuration files and presets."""

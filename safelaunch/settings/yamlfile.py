@@ -122,7 +122,7 @@ def scalar(node: YamlNode, what: str) -> str:
 def variables_of(node: YamlNode, fix: str, but: Collection[str] = ()) -> tuple[tuple[YamlNode, YamlNode], ...]:
     """Returns the entries of an ``env`` section. Raises PresetError for an invalid name.
 
-    Raises it also for safelaunch's own variables, except those in ``but``; ``fix`` is the remedy in that message.
+    Also raises it for safelaunch's own variables, except those in ``but``; ``fix`` is the remedy in that message.
     """
     for key, _ in mapping_entries(node, "env"):
         if not _VARIABLE.fullmatch(key.text):

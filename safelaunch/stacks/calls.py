@@ -197,7 +197,7 @@ def leaving(frames: Sequence[Frame], *, cut: bool = False) -> str:
     """Returns which part of its end the main thread is in, after the script ended; empty if the script still runs.
 
     ``threading._shutdown`` waits for the remaining threads. Exit handlers are called by the interpreter itself, so
-    their stacks have neither a ``<module>`` frame nor one of ``runpy``, as every running script does.
+    their stacks, unlike those in a running script, have neither a ``<module>`` frame nor one of ``runpy``.
 
     Args:
         cut: True if outermost frames might be missing; then a missing ``<module>`` frame means nothing.
@@ -263,7 +263,7 @@ _LOCK_CALLS: tuple[tuple[str, frozenset[str], LockWait], ...] = (
 
 
 def lock_wait(inner: Sequence[Frame]) -> LockWait | None:
-    """Returns which lock, thread, future or queue these library frames wait for; None if for none.
+    """Returns which lock, thread, future or queue these library frames wait for; None if there is none.
 
     The frame nearest to the user's line decides: ``Future.result`` calls a Condition's ``wait``, but waits *for* the
     future.

@@ -56,7 +56,7 @@ class KernelWait:
 
     @property
     def lock_holder(self) -> str:
-        """Process that holds the lock that the thread waits for, says the kernel: ``pid 71 (python, since ...)``."""
+        """Process that holds the wanted lock, as described by the kernel: ``pid 71 (python, since ...)``."""
         return "".join(self.thread.fd_target.partition(_LOCKED_BY)[1:]).removeprefix(", locked by ")
 
     @property
@@ -74,8 +74,8 @@ POLL_S = 2.0  # longest pause between two attempts to lock a file; sqlite pauses
 def polled_lock(process: ProcessEvidence, wait: KernelWait) -> FileLock | None:
     """Returns the file lock that the main thread might be polling, if exactly one lock qualifies, else None.
 
-    A lock qualifies if the process has the file open, another process holds the lock in every sample, and the thread's
-    sleeps are short.
+    A lock qualifies if the process has the file open, another process holds the lock in each sample that shows the
+    thread asleep, and its sleeps are short.
     """
     if wait.kind not in ("sleep", "select") or wait.left_s is None or wait.left_s > POLL_S:
         return None

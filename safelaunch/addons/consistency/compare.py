@@ -24,7 +24,7 @@ _FEW_NAMES = 3
 
 
 class Comparison:
-    """Compares the checks of one attempt. Call ``add``, then ``new_findings``."""
+    """Compares the checks of all ranks in one attempt. Call ``add``, then ``new_findings``."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, dict[_RoundPosition, dict[int, SeriesCheck]]] = {}

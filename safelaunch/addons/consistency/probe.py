@@ -109,7 +109,7 @@ def _is_under_way(optimizer: int) -> bool:
 
 
 def optimizer_stepped(optimizer: Any, args: object, kwargs: object) -> None:
-    """Counts a step, as torch's hook after each step of an optimizer. Ignores steps within another's step (ZeRO)."""
+    """Counts a step; torch calls this after each one. Ignores steps inside another optimizer's step (ZeRO)."""
     torch = sys.modules["torch"]
     if _off or torch.compiler.is_compiling():
         return

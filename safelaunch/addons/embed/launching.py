@@ -127,7 +127,7 @@ def launch(
     Args:
         config: torch's launch configuration.
         entrypoint: A function or program, which gets the arguments of the call.
-        **options: See ``Options``.
+        **options: See ``LaunchOptions``.
 
     Raises ValueError for an invalid duration.
     """

@@ -1,4 +1,4 @@
-"""Describes the caller's job to the supervisor."""
+"""Defines the message with which the caller of ``safelaunch.launch`` describes its job to the supervisor."""
 
 from __future__ import annotations
 

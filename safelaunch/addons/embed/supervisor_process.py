@@ -41,9 +41,9 @@ class SupervisorProcess:
 
     @classmethod
     def start(cls, request: LaunchRequest) -> SupervisorProcess | None:
-        """Starts the supervisor and waits until the job can start. Returns None on failure: it then runs unwatched.
+        """Starts the supervisor and waits until the job can start. Returns None on failure.
 
-        Raises the error that the supervisor reports for invalid options.
+        After a failure, the job runs unwatched. For invalid options, raises the error that the supervisor reports.
         """
         ours, child_end = socket.socketpair()
         try:

@@ -140,7 +140,7 @@ class Calls:
         self._stalled.clear()
 
     def add_stalls(self, ranks: dict[int, SpeakerOutput]) -> tuple[int, ...]:
-        """Converts Horovod's stalled tensors into calls in which those that submitted them wait; returns all ranks."""
+        """Converts Horovod's stalled tensors into calls in which the submitting ranks wait; returns all ranks."""
         if self._stalled_at is None or not self._stalled or self._since_stalled > MOST_MESSAGE:
             return ()
         job, alike = self.job, {frozenset(lack): tensor for tensor, lack in reversed(self._stalled.items())}

@@ -119,9 +119,9 @@ def _with_steps(rank: RankEvidence, world: int, steps: Mapping[int, int | None])
 
 
 def _silent_hosts(job: LoggedJob, assignment: RankAssignment) -> tuple[NodeEvidence, ...]:
-    """Returns the only host that failed (says Slurm) or closed connections, unless its ranks report their end.
+    """Returns the one host that failed, according to Slurm, or closed connections; empty if there are several.
 
-    Empty if there are several such hosts.
+    Empty also if the host's ranks report their end.
     """
     nodes = []
     for host in job.failed_hosts or job.closed_by:

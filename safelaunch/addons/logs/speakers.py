@@ -1,7 +1,7 @@
 """Determines which rank, process, container or node printed a line.
 
 Launchers nest prefixes: ``[rank3]:``, ``[default3]:``, `` 3: `` (``srun -l``), ``[1,3]<stderr>:`` (``mpirun``),
-``(Worker pid=…)`` (Ray), ``[pod/…]`` (``kubectl``), ``host: `` (``pdsh``), ``worker-1 | `` (Docker Compose). Prefixes
+``(Worker pid=…)`` (Ray), ``[pod/…]`` (``kubectl``), ``host: `` (``pdsh``), ``worker-1  | `` (Docker Compose). Prefixes
 are removed one at a time; if several name a rank, torch's ``[rank3]`` wins. Other prefixes, such as torchrun's
 ``--log-line-prefix-template``, are learned from tracebacks.
 """

@@ -1,4 +1,4 @@
-"""Defines the JSON document of a recording."""
+"""Defines the JSON document that describes a recording."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RankDocument(msgspec.Struct, frozen=True):
 
 
 class RecordDocument(msgspec.Struct, frozen=True):
-    """The --json document: the verdict, its evidence, and the folder with all samples."""
+    """Document for --json: the verdict, its evidence, and the path of the folder with all samples."""
 
     run: str
     name: str

@@ -62,7 +62,7 @@ PASSES = {
 
 
 def rate_for(passes: int, cpus: int) -> int:
-    """Returns the sampling rate at which the passes use about ``SHARE`` of the CPUs."""
+    """Returns the sampling rate in Hz at which ``passes`` passes together use about ``SHARE`` of the CPUs."""
     affordable = SHARE * cpus / (max(passes, 1) * SAMPLE_CPU_S)
     return round(min(FASTEST_HZ, max(SLOWEST_HZ, affordable)))
 

@@ -103,7 +103,7 @@ class CodeLocation:
 
 @dataclass(frozen=True, slots=True)
 class GilHolder:
-    """A thread other than a rank's main thread that holds the GIL, mostly at ``frame``."""
+    """A thread, other than the rank's main thread, that holds the GIL; most samples show it at ``frame``."""
 
     thread: str
     share: float

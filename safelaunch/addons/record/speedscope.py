@@ -13,7 +13,7 @@ SPEEDSCOPE_SCHEMA = "https://www.speedscope.app/file-format-schema.json"
 
 
 def speedscope(recording: Recording) -> dict[str, Any]:
-    """Returns a file with two profiles: all main threads, and all threads and processes. Weights are in seconds."""
+    """Returns the file's content: two profiles, of all main threads and of all threads and processes; in seconds."""
     frames: list[dict[str, Any]] = [
         {"name": frame.function or frame.file or "?", "file": frame.file, "line": frame.line}
         for frame in recording.frames

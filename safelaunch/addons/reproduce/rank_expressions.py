@@ -1,4 +1,4 @@
-"""Writes sets of ranks as Python expressions."""
+"""Writes a set of ranks as a short Python expression."""
 
 from __future__ import annotations
 

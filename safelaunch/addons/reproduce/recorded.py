@@ -94,7 +94,7 @@ def _begin(facts: CaseFacts, calls: Sequence[RecordedEntry], extent: Extent) -> 
 
 
 def _together(begins: Mapping[int, int], every: Mapping[int, Sequence[RecordedEntry]]) -> dict[int, int]:
-    """Moves each rank's begin back to the latest call that all ranks made; without a near one, to its first call."""
+    """Moves each rank's start back to the latest call that all ranks made; without a near one, to its first call."""
     places = {
         rank: {(entry.meeting, entry.place): at for at, entry in enumerate(calls)} for rank, calls in every.items()
     }

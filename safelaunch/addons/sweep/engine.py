@@ -39,7 +39,7 @@ class Engine(Protocol):
         """Yields attempts that have ended. The runner records each one before it asks for the next."""
 
     def cancel(self, *, kill: bool) -> None:
-        """Asks all jobs to end; with ``kill``, kills them."""
+        """Asks all jobs to end; if ``kill`` is set, kills them instead."""
 
     def look(self) -> Mapping[str, RunningAttempt]:
         """Returns the state of each started or submitted attempt, by job."""

@@ -1,4 +1,4 @@
-"""Defines the records of a sweep: jobs and outcomes."""
+"""Defines the records for the jobs of a sweep and their outcomes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def port_names(count: int) -> tuple[str, ...]:
 
 
 def port_marks(count: int) -> dict[str, str]:
-    """Returns text for ``count`` port placeholders, to be replaced once the port numbers are known."""
+    """Maps the names of ``count`` port placeholders to marks, which are replaced once the port numbers are known."""
     return {name: f"\0{index}\0" for index, name in enumerate(port_names(count))}
 
 
@@ -58,7 +58,7 @@ class SweepJob:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def with_ports(self, numbers: Sequence[object]) -> SweepJob:
-        """Returns a copy in which ``numbers`` replace the marks for ports. For display, names can replace them."""
+        """Returns a copy in which ``numbers`` (or names, for display) replace the marks for ports."""
 
         def filled(text: str) -> str:
             return _MARK.sub(lambda match: str(numbers[int(match[1])]), text)

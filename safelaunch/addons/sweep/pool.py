@@ -50,7 +50,7 @@ class SharePool(Protocol):
         """Returns the number of available units; None while that is unknown."""
 
     def take(self, job: SweepJob) -> Share | None:
-        """Returns a share for ``job``, or None if too few units are free."""
+        """Assigns a share to ``job`` and returns it; None if too few units are free."""
 
     def wait(self, job: SweepJob, ours: Collection[int]) -> str:
         """Puts ``job`` in the queue, ahead of later requests.

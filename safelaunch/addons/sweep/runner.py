@@ -90,7 +90,7 @@ class Runner:
             )
 
     def _summarize(self) -> None:
-        """Writes the CSV periodically, using at most a few percent of the time."""
+        """Writes the CSV from time to time, so rarely that it takes at most a few percent of the time."""
         now = self._clock()
         if now < self._summary_due_s:
             return

@@ -38,7 +38,7 @@ class ListedJob:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """State and cause for the name of a scheduler's state, for jobs that didn't succeed."""
+    """Our state and cause for a scheduler's name of a state, for jobs that didn't succeed."""
 
     state: JobState
     cause: str

@@ -127,7 +127,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """One entry of ``jobs``, or the only job of a grid."""
+    """An entry of ``jobs`` in a sweep's file, or the only job of a grid."""
 
     job: SweepJob  # common properties of its jobs
     command: tuple[TemplateText, ...]

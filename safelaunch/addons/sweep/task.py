@@ -211,7 +211,7 @@ class SchedulerTask:
                     shown_s = self._look(process, now, shown_s)
 
     def _look(self, child: ProcessId, now: float, shown_s: float) -> float:
-        """Reads the job's step, and periodically writes it to a file; returns when it was last written."""
+        """Reads the job's step, and periodically writes it to a file; returns the time of the last write."""
         self._supervisor = self._supervisor or self._find_supervisor(child)
         pace = self._pace()
         if pace.step is None or now - shown_s < PACE_EVERY_S:

@@ -45,7 +45,7 @@ class Screen(Protocol):
     """A display of a sweep. No method blocks for long if the terminal doesn't read."""
 
     def note(self, text: str) -> None:
-        """Shows an event."""
+        """Shows the text of an event."""
 
     def show_end(self, text: str) -> None:
         """Shows how a job ended, unless the display has its own line for each job."""
