@@ -34,7 +34,7 @@ from safelaunch.verdict.phrases import (
     ranks_word,
     wait_words,
 )
-from safelaunch.verdict.rank_state import CaseFacts, user_stack_of, view_of
+from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.rules_history import of_role, shifted
 from safelaunch.verdict.suggestions import BROKEN_OFF, LEFT_OUT, SIZES_DIFFER, UNUSED_PARAMETERS, Advice
 from safelaunch.verdict.waits import Case, same_op
@@ -97,7 +97,7 @@ def compared_by_torch(case: Case) -> Ruling:
         ),
         tuple(claims)[:4] + wait_claims(case, examined),
         advice=frozenset({SIZES_DIFFER}) if len({call.op for call in by_call}) == 1 else frozenset(),
-        calls={rank: user_stack_of(case.ranks[rank].evidence) for rank in examined},
+        calls={rank: case.ranks[rank].user_stack for rank in examined},
     )
 
 
@@ -224,7 +224,7 @@ def _user_stack(
     facts: CaseFacts, rank: int, recorded: tuple[Frame, ...] = ()
 ) -> tuple[Frame | None, tuple[Frame, ...]]:
     state = facts.ranks[rank]
-    view = view_of(state.evidence) if state.wait is None or state.wait.thread is None else None
+    view = state.view if state.wait is None or state.wait.thread is None else None
     frames = recorded or (view.frames if view else ())
     site = fr.stack_of(state.evidence, frames).user_frame or (state.wait.frame if state.wait else None)
     return site, frames[frames.index(site) :] if site in frames else ()
@@ -519,7 +519,7 @@ def _frames_of_call(facts: CaseFacts, mismatch: Mismatch, rank: int) -> tuple[Fr
     # With a device's queue, the main thread runs ahead and waits at any result.
     entry, wait = mismatch.entries[rank], facts.waiting.get(rank)
     is_there = wait is not None and entry.started is None and (wait.group, wait.seq) == (mismatch.group, mismatch.seq)
-    shown = user_stack_of(facts.ranks[rank].evidence) if is_there else ()
+    shown = facts.ranks[rank].user_stack if is_there else ()
     return facts.alignment.stack(rank, entry).user_frames or shown or entry.frames
 
 
