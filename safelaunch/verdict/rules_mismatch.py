@@ -15,7 +15,7 @@ from safelaunch.stacks.failures import Fingerprint, fingerprints
 from safelaunch.stacks.source import SourceLoop, loops_at
 from safelaunch.stacks.ways_out import ways_around
 from safelaunch.verdict.blame import wait_claims, waiting_culprit
-from safelaunch.verdict.c10d import describe, fits, number_of, op_name, signature
+from safelaunch.verdict.c10d import ROOTED, describe, fits, number_of, op_name, same_op, signature
 from safelaunch.verdict.call_history import UNKNOWN
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.divergence import AlignedHistories
@@ -37,7 +37,7 @@ from safelaunch.verdict.phrases import (
 from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.rules_history import of_role, shifted
 from safelaunch.verdict.suggestions import BROKEN_OFF, LEFT_OUT, SIZES_DIFFER, UNUSED_PARAMETERS, Advice
-from safelaunch.verdict.waits import Case, same_op
+from safelaunch.verdict.waits import Case
 
 
 @dataclass(frozen=True)
@@ -471,7 +471,6 @@ def _were_past_it(facts: CaseFacts, group: str, number: int, ends: tuple[int, in
 # --- sides under one number -------------------------------------------------------------------------------------------
 
 _NEXT_CALLS = 3  # calls compared after the one that doesn't fit
-_ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # the root might call from a different line
 
 
 def sides_without_majority(facts: CaseFacts, mismatch: Mismatch) -> list[tuple[int, ...]] | None:
@@ -507,7 +506,7 @@ def _by_place(facts: CaseFacts, mismatch: Mismatch, ranks: Sequence[int]) -> lis
         side_met = next(
             (side_members for side_members in sides if _met_before(facts, mismatch, side_members[0], side[0])), None
         )
-        if side_met is not None or (sides and len(side) == 1 and op_name(mismatch.entries[side[0]]) in _ROOTED):
+        if side_met is not None or (sides and len(side) == 1 and op_name(mismatch.entries[side[0]]) in ROOTED):
             (side_met or sides[0]).extend(side)
         else:
             sides.append(side)

@@ -15,7 +15,7 @@ from safelaunch.model import Frame
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.guards import Guard, guards_of, way_to
-from safelaunch.verdict.c10d import fits, signature
+from safelaunch.verdict.c10d import fits, same_op, signature
 from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.graph import Edge, Graph, Node, NodeKind
 from safelaunch.verdict.guarding import whereabouts
@@ -271,9 +271,3 @@ def _same_call(facts: CaseFacts, rank: int, wait: PeerWait) -> bool:
 
 def _line(wait: PeerWait) -> tuple[str, int] | None:
     return (wait.frame.file, wait.frame.line) if wait.frame else None
-
-
-def same_op(op: str, other: str) -> bool:
-    """Compares names: ``_all_gather_base`` in a record is ``all_gather_into_tensor`` or ``…_object`` on a stack."""
-    a, b = (name.strip("_").replace("_", "") for name in (op, other))
-    return "acollective" in (a.replace(" ", ""), b.replace(" ", "")) or a in b or b in a
