@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from safelaunch.model import Culprit, Evidence, Frame, Verdict, rank_words
+from safelaunch.model import Culprit, Frame, Verdict, rank_words
 from safelaunch.model.entries import Entries
 from safelaunch.report.rank_rows import range_of
 from safelaunch.report.stacks import frames_at_fault
@@ -13,7 +13,7 @@ from safelaunch.stacks.frames import place, same_line, stack_of
 from safelaunch.stacks.guards import Guard, way_to
 from safelaunch.verdict.guarding import whereabouts
 from safelaunch.verdict.phrases import capital
-from safelaunch.verdict.rank_state import CaseFacts, child_views, user_stack_of, view_of
+from safelaunch.verdict.rank_state import CaseFacts
 
 MOST_SIDES = 6
 MOST_PLACES = 3  # of one side: its line and callers
@@ -101,8 +101,8 @@ def _steps(facts: CaseFacts, ranks: Sequence[int]) -> list[str]:
 
 def _beside(facts: CaseFacts, culprit: Culprit, stack: Sequence[Frame]) -> dict[Frame, str]:
     """Returns other frames of the rank, each with its thread: the main thread's, and those in the reason."""
-    rank = facts.ranks[culprit.rank].evidence
-    view = view_of(rank)
+    state = facts.ranks[culprit.rank]
+    rank, view = state.evidence, state.view
     if view is None or view.sample is None or rank.exception is not None:
         return {}
     main = view.sample.main_thread
@@ -114,7 +114,7 @@ def _beside(facts: CaseFacts, culprit: Culprit, stack: Sequence[Frame]) -> dict[
         for thread in view.sample.threads
         if thread is not main
     ]
-    frames += [(view.user_frame, f"{view.process.role} {view.process.pid}", False) for view in child_views(rank)]
+    frames += [(view.user_frame, f"{view.process.role} {view.process.pid}", False) for view in state.children]
     frames[:0] = [(exception.caught, "caught", False) for exception in rank.caught]
     shown = {(frame.file, frame.line) for frame in stack}
     beside: dict[Frame, str] = {}
@@ -148,7 +148,7 @@ def _groups_waited_in(ranks: Sequence[int], waits: Mapping[int, str | None]) -> 
 
 def _stack(facts: CaseFacts, rank: int) -> tuple[Frame, ...]:
     state = facts.ranks[rank]
-    stack = user_stack_of(state.evidence)
+    stack = state.user_stack
     frame = state.wait.frame if state.wait is not None else state.frame
     return stack if frame is None or frame in stack else _recorded(facts, rank, frame) or (frame,)
 
@@ -328,9 +328,9 @@ def _note(facts: CaseFacts, step: Guard) -> str:
     return "; ".join(parts)
 
 
-def all_frames(evidence: Evidence, verdict: Verdict) -> list[Frame]:
+def all_frames(facts: CaseFacts, verdict: Verdict) -> list[Frame]:
     """Returns the ranks' outermost user frames, and the frames at fault."""
     frames = {culprit.frame for culprit in verdict.culprits if culprit.frame is not None}
-    for rank in evidence.ranks[:64]:
-        frames |= set(user_stack_of(rank)[-1:])
+    for state in list(facts.ranks.values())[:64]:
+        frames |= set(state.user_stack[-1:])
     return list(frames)

@@ -66,7 +66,7 @@ def content(
     facts = facts or CaseFacts.of(evidence, read_source)
     verdict, labels = numbered(verdict, evidence), evidence.labels
     culprits = {culprit.rank for culprit in verdict.culprits}
-    paths = Paths.of(evidence, about.launch.cwd, code.all_frames(evidence, verdict))
+    paths = Paths.of(evidence, about.launch.cwd, code.all_frames(facts, verdict))
     frames = Frames(paths)
     shown = ranks.ranks(facts, verdict, frames)
     states = {node.host: (format_ranks(node.ranks), node_state(node)) for node in evidence.nodes}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from safelaunch.model import Frame
 from safelaunch.report.tables import hosts_word
-from safelaunch.verdict.rank_state import RankFacts, view_of
+from safelaunch.verdict.rank_state import RankFacts
 
 MOST_ROWS = 60  # beyond, ranks that differ only in their step share a row
 _OF_ONE_RANK = re.compile(r"\b(pid|worker|process|thread) \d+|\b\d+(?:\.\d+)?(?= s\b)")
@@ -93,7 +93,7 @@ def range_of(steps: Collection[int]) -> str:
 def _state(one: RankFacts) -> str:
     if one.evidence.exit is not None:
         return f"exit {one.evidence.exit.returncode}"
-    view = view_of(one.evidence)
+    view = one.view
     if view is None or not view.process.states:
         return "not seen" if one.evidence.pid else ""  # a Flight Recorder dump lists no process
     return f"{view.process.states[-1].state} {view.wait.call or view.wait.kind}"

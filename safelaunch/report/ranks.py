@@ -14,7 +14,7 @@ from safelaunch.report.tables import Frames, ItemNumbers
 from safelaunch.system.printable import clean_lines, is_clean
 from safelaunch.verdict.c10d import describe, number_of
 from safelaunch.verdict.columns import Window
-from safelaunch.verdict.rank_state import CaseFacts, RankFacts, child_views, view_of
+from safelaunch.verdict.rank_state import CaseFacts, RankFacts
 from safelaunch.verdict.thread_view import View
 
 MOST_CHILDREN = 12
@@ -63,7 +63,7 @@ def _row(row: Alike, facts: CaseFacts, frames: Frames) -> dict[str, Any]:
 
 def _details(one: RankFacts, frames: Frames) -> dict[str, Any]:
     evidence = one.evidence
-    details = view_of(evidence)
+    details = one.view
     found: dict[str, Any] = {"host": evidence.host, "pid": evidence.pid, "local": evidence.local_rank}
     if main_stack := main_frames(evidence):
         found["st"] = frames.stack(main_stack, evidence.code_roots)
@@ -86,7 +86,7 @@ def _details(one: RankFacts, frames: Frames) -> dict[str, Any]:
             if without_ours(details.stack_of(thread).frames) == details.stack_of(thread).frames != ()
         ]
         found |= {"th": threads} if threads else {}
-    if children := [_child(child, evidence, frames) for child in child_views(evidence)[:MOST_CHILDREN]]:
+    if children := [_child(child, evidence, frames) for child in one.children[:MOST_CHILDREN]]:
         found["ch"] = children
     if (more := len(evidence.children) - MOST_CHILDREN) > 0:
         found["more_children"] = more

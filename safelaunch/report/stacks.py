@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from safelaunch.model import Culprit, Evidence, Frame, RankEvidence, rank_words
 from safelaunch.report.stack_tree import StackBranch, stack_tree
 from safelaunch.stacks.frames import is_ours, own_part
-from safelaunch.verdict.rank_state import CaseFacts, child_views, view_of
-from safelaunch.verdict.thread_view import View
+from safelaunch.verdict.rank_state import CaseFacts
+from safelaunch.verdict.thread_view import View, child_views, view_of
 
 ReadLine = Callable[[str, int], "str | None"]  # (file, line number from 1) -> line of source
 MAX_FRAMES = 40
@@ -49,8 +49,7 @@ def stack_groups(facts: CaseFacts) -> tuple[list[StackGroup], set[int]]:
     """Returns groups of equal stacks (largest first, ranks before their children), and the ranks without stacks."""
     groups: dict[tuple[bool, str, tuple[Frame, ...]], list[tuple[int, View]]] = {}
     for rank, one in facts.ranks.items():
-        view = view_of(one.evidence)
-        for is_main, each in ((True, view), *((False, child) for child in child_views(one.evidence))):
+        for is_main, each in ((True, one.view), *((False, child) for child in one.children)):
             if each is not None and each.frames:
                 frames = main_frames(one.evidence) if is_main else each.frames
                 groups.setdefault((is_main, each.process.role, frames), []).append((rank, each))

@@ -17,7 +17,7 @@ from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.exceptions import failure_of_rank, has_lost_a_peer, is_timeout
 from safelaunch.verdict.exits import aborted_in
 from safelaunch.verdict.findings import Finding
-from safelaunch.verdict.rank_state import CaseFacts, view_of
+from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.suggestions import Advice
 
 # If ranks at fault are alone in one of these, the others' calls still belong to training.
@@ -74,7 +74,7 @@ class Scene:
 
     def _purpose(self, rank: int) -> calls.Purpose:
         state, alignment = self.facts.ranks[rank], self.facts.alignment
-        view = view_of(state.evidence)
+        view = state.view
         raised = state.evidence.exception
         stack = fr.stack_of(state.evidence, raised.frames) if raised is not None else view.stack if view else None
         purpose = calls.purpose(stack) if stack is not None else ""

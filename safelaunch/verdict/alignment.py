@@ -31,6 +31,7 @@ class Alignment:
         self._rings = {rank: Entries.of(record.entries) for rank, record in self.records.items()}
         self._windows: dict[int, dict[str, Window]] = {}
         self._pending: dict[int, list[Collective]] = {}
+        self._open_calls: dict[int, list[Collective]] = {}
         self._last: dict[int, dict[str, int]] = {}
         self._standings: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
         self._users: dict[str, set[int]] = {}
@@ -118,6 +119,12 @@ class Alignment:
     def pending(self, rank: int) -> list[Collective]:
         """Returns the oldest call of each thread and group that the rank didn't complete."""
         return self._pending.get(rank, [])
+
+    def open_calls(self, rank: int) -> list[Collective]:
+        """Returns all named calls that the rank didn't complete."""
+        if rank not in self._open_calls:
+            self._open_calls[rank] = self.ring(rank).matching(lambda kind: not kind.completed and bool(kind.op))
+        return self._open_calls[rank]
 
     def unfinished_block(self, rank: int) -> Collective | None:
         """Returns the newest entry of a batch or block that the rank didn't launch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Literal
 
 from safelaunch.model import Collective
 from safelaunch.verdict.comparable import Block
@@ -19,6 +20,7 @@ _SAME_SIZE = frozenset(
      "reduce_scatter_tensor", "reduce_scatter_single", "all_reduce_barrier", "_broadcast_oop", "_reduce_oop"}
 )  # fmt: skip
 _SAME_OUTPUT = frozenset({"scatter"})
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 # Names of one operation's forms (list or single tensor), which backends carry out the same way.
 _FORMS = (
     ("all_gather", ("allgather", "_all_gather_base", "_allgather_base", "all_gather_into_tensor", "all_gather_single")),
@@ -76,10 +78,39 @@ def _types(sizes: TensorSizes, dtypes: tuple[str, ...]) -> tuple[str, ...] | Non
 
 
 def fits(one: Signature, other: Signature) -> bool:
-    """Returns whether two signatures might match."""
+    """Returns whether no known part of two signatures differs, so that the calls are as the user meant them."""
     if _UNKNOWN in (one, other):
         return True
     return len(one) == len(other) and all(a == b or a is None or b is None for a, b in zip(one, other, strict=True))
+
+
+def match(one: Signature, other: Signature) -> Literal["yes", "no", "may"]:
+    """Returns whether backends let two calls with one number complete.
+
+    They send bytes: calls with as many bytes of different types might match.
+    """
+    if fits(one, other):
+        return "yes" if one == other and None not in one else "may"
+    if len(one) != len(other) or len(one) < 3 or one[0] != other[0]:
+        return "no"
+    sizes = [_bytes(each) for each in (one, other)]
+    return "may" if None in sizes or sizes[0] == sizes[1] else "no"
+
+
+_WIDTHS = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2, "Char": 1, "Byte": 1}
+
+
+def _bytes(signature: Signature) -> int | None:
+    count, types = signature[1], signature[2]
+    widths = {_WIDTHS.get(str(name)) for name in types} if isinstance(types, tuple) else {None}
+    width = widths.pop() if len(widths) == 1 else None
+    return count * width if isinstance(count, int) and width is not None else None
+
+
+def same_op(op: str, other: str) -> bool:
+    """Compares names: ``_all_gather_base`` in a record is ``all_gather_into_tensor`` or ``…_object`` on a stack."""
+    a, b = (name.strip("_").replace("_", "") for name in (op, other))
+    return "acollective" in (a.replace(" ", ""), b.replace(" ", "")) or a in b or b in a
 
 
 # torch's names of the types for which c10d has its own.

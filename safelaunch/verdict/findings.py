@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from safelaunch.model import Claim, Culprit, Frame, NodeAtFault
 from safelaunch.stacks.guards import Guard
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.rank_state import CaseFacts, user_stack_of
+from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.suggestions import Advice
 
 
@@ -118,4 +118,4 @@ Ruling = Finding | str  # a finding, or why the rule has no finding ("" if not w
 def stacks_of_waiters(facts: CaseFacts, finding: Finding) -> dict[int, tuple[Frame, ...]]:
     named = {culprit.rank for culprit in finding.culprits}
     waiting = (rank for rank, state in facts.ranks.items() if state.wait is not None or rank in named)
-    return {rank: user_stack_of(facts.ranks[rank].evidence) for rank in waiting}
+    return {rank: facts.ranks[rank].user_stack for rank in waiting}

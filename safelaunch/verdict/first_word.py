@@ -17,7 +17,8 @@ from safelaunch.verdict.phrases import (
     summary_of,
     wait_words,
 )
-from safelaunch.verdict.rank_state import CaseFacts, view_of
+from safelaunch.verdict.rank_state import CaseFacts
+from safelaunch.verdict.thread_view import view_of
 
 _MOST_CHARACTERS = 400
 _SENTENCE = re.compile(r"(?<=[.)`])\s+(?=[A-Z`])")

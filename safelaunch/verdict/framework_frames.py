@@ -12,7 +12,7 @@ from safelaunch.model import (
 from safelaunch.stacks import frames as fr
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.phrases import by_place, capital, ranks_do
-from safelaunch.verdict.rank_state import CaseFacts, user_stack_of, view_of
+from safelaunch.verdict.rank_state import CaseFacts
 
 _MOST_SIDES = 3
 _APART = frozenset({"collective-mismatch", "p2p-cycle", "group-order"})
@@ -45,7 +45,7 @@ def frames_above(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """Yields the callers from which ranks came to the same line, as in a helper, if these differ."""
     if finding.cause not in _APART or not finding.culprits:
         return
-    stacks = {rank: stack for rank, state in facts.ranks.items() if (stack := user_stack_of(state.evidence))}
+    stacks = {rank: stack for rank, state in facts.ranks.items() if (stack := state.user_stack)}
     for line in dict.fromkeys(
         fr.spot(stacks[culprit.rank][0]) for culprit in finding.culprits if culprit.rank in stacks
     ):
@@ -69,5 +69,4 @@ def _stack_of(facts: CaseFacts, rank: int) -> fr.Stack | None:
         entry = facts.alignment.entry(rank, state.wait.group, state.wait.seq)
         if entry is not None and entry.frames:
             return facts.alignment.stack(rank, entry)
-    view = view_of(state.evidence)
-    return view.stack if view is not None else None
+    return state.view.stack if state.view is not None else None

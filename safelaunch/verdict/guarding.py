@@ -19,7 +19,7 @@ from safelaunch.verdict.chance import is_in_transfer, unless_random
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Annotation, Finding, GuardedCall, stacks_of_waiters
 from safelaunch.verdict.phrases import by_place, capital, ranks_do
-from safelaunch.verdict.rank_state import CaseFacts, user_stack_of
+from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.suggestions import Advice
 
 # Causes that say which ranks went a different way, but not why.
@@ -159,7 +159,7 @@ def claim_of(facts: CaseFacts, branch: GuardedCall) -> Claim:
 
 def guard_of(facts: CaseFacts, rank: int, peers: Iterable[int]) -> Guard | None:
     """Returns the innermost condition on the rank around the place of ``rank`` that might exclude ``peers``."""
-    for guard in guards_of(user_stack_of(facts.ranks[rank].evidence), facts.read_source):
+    for guard in guards_of(facts.ranks[rank].user_stack, facts.read_source):
         if any(guard.admits(whereabouts(facts, other)) is not True for other in peers):
             return guard
     return None

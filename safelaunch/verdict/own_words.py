@@ -18,8 +18,9 @@ from safelaunch.stacks.source import handler_of, runs_aside
 from safelaunch.verdict.exceptions import one_line
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.peers import CallPlace, begins_at
-from safelaunch.verdict.rank_state import CaseFacts, user_stack_of, view_of
+from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.suggestions import ASIDE, HANDLES
+from safelaunch.verdict.thread_view import View
 
 _MOST_QUOTED = 2  # ranks whose explanation is part of the summary
 
@@ -55,7 +56,7 @@ def _own_annotation(facts: CaseFacts, number: int) -> Annotation | None:
 
 def _interrupted(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
     """Explains a rank that is in code which Python calls at any time, such as a signal handler."""
-    for frame in user_stack_of(rank):
+    for frame in facts.ranks[rank.rank].user_stack:
         if handler := runs_aside(frame, facts.read_source):
             words = f"in {handler}, {short(frame.function)}"
             claim = Claim(f"rank {rank.rank} is {words}", f"ranks/{rank.rank}/stack.txt")
@@ -65,7 +66,7 @@ def _interrupted(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
 
 def _handled_exception(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
     """Explains a rank whose main thread is in a ``finally`` or ``except``, without which it would not wait there."""
-    view = view_of(rank)
+    view = facts.ranks[rank.rank].view
     ident = view.thread.ident if view is not None and view.thread is not None else 0
     for exception in rank.gil.handling:
         if ident and exception.thread == ident:
@@ -85,7 +86,7 @@ def _is_habit(facts: CaseFacts, rank: RankEvidence) -> bool:
     if wait is None or wait.group is None or wait.seq is None:
         return False
     before = facts.histories.in_group(wait.group).times_called(rank.rank, wait.seq) > 1
-    return before and any(handler_of(frame, facts.read_source) for frame in user_stack_of(rank))
+    return before and any(handler_of(frame, facts.read_source) for frame in facts.ranks[rank.rank].user_stack)
 
 
 def _exception_words(rank: RankEvidence, exception: HandledException) -> str:
@@ -108,10 +109,10 @@ def _ended_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
 
 def _missing_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
     """Explains a rank without a thread that all its peers have: the only trace of a swallowed exception."""
-    own_threads = _threads_of(rank)
+    own_threads = _threads_of(facts.ranks[rank.rank].view)
     if own_threads is None:
         return None
-    peers = (_threads_of(state.evidence) for number, state in facts.ranks.items() if number != rank.rank)
+    peers = (_threads_of(state.view) for number, state in facts.ranks.items() if number != rank.rank)
     missing: dict[CallPlace | None, Frame] = {}
     for peer_threads in (threads for threads in peers if threads is not None):
         missing = {
@@ -128,8 +129,7 @@ def _missing_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
     return Annotation(f"Rank {rank.rank} {words}: it has ended, or was never started.", (claim,))
 
 
-def _threads_of(rank: RankEvidence) -> dict[CallPlace | None, Frame] | None:
-    view = view_of(rank)
+def _threads_of(view: View | None) -> dict[CallPlace | None, Frame] | None:
     if view is None or view.sample is None:
         return None
     return {begins_at(thread_view.stack): thread_view.stack.user_frames[-1] for thread_view in view.beside()}

@@ -7,6 +7,7 @@ start times (``TORCH_NCCL_ENABLE_TIMING`` off), a pending collective with peers 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from safelaunch.model import Claim, Collective, Frame, Posted, RankEvidence
@@ -61,7 +62,7 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
     (``loss.backward()``, ``work.wait()``) with an operation pending in the Flight Recorder. Without a stack, the record
     has to suffice.
     """
-    pending = _calls_of_thread(view, alignment.pending(rank.rank))
+    pending = _of_thread(view, alignment.pending(rank.rank))
     if view is None or not view.frames:
         begun = next((entry for entry in pending if entry.started), pending[0] if pending else None)
         return _from_entry(rank, begun) if begun is not None and not kernel_says_busy(view) else None
@@ -73,7 +74,7 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
         )
         return replace(init_wait, signature=("init",))
     if torch_wait is not None:
-        entry = _entry_for(torch_wait, pending, user_frame, rank)
+        entry = _entry_for(torch_wait, pending, view)
         init_wait = _from_entry(rank, entry, view) if entry else _from_stack(view, torch_wait)
         return _with_arguments(init_wait, view, alignment)
     if pending and view.device:  # it might spin on work that the device doesn't finish
@@ -81,11 +82,18 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
     return _quiet_wait(view, pending, alignment)
 
 
-def _calls_of_thread(view: View | None, pending: list[Collective]) -> list[Collective]:
-    if view is None or view.sample is None or view.thread is None or not view.thread.ident:
-        return pending
-    other_threads = {thread.ident for thread in view.sample.threads} - {view.thread.ident}
-    return [entry for entry in pending if entry.thread not in other_threads]
+def _of_thread(view: View | None, entries: Sequence[Collective]) -> list[Collective]:
+    """Returns the entries that no other Python thread made. An entry or a thread without an identifier is unknown."""
+    threads = view.threads if view is not None else ()
+    other_threads = {thread.ident for thread in threads if view is None or thread is not view.thread} - {0}
+    return [entry for entry in entries if entry.thread not in other_threads]
+
+
+def calls_at(view: View, entries: Sequence[Collective], *, is_p2p: bool) -> list[Collective]:
+    """Returns the calls that the thread might be in: those of its line, or else all that no other thread made."""
+    candidates = [entry for entry in _of_thread(view, entries) if entry.is_p2p == is_p2p]
+    sites = ((entry, fr.stack_of(view.rank, entry.frames).user_frame) for entry in candidates)
+    return [entry for entry, site in sites if fr.same_line(site, view.user_frame)] or candidates
 
 
 def through_a_thread(rank: RankEvidence, inside: ProcessView, alignment: Alignment) -> PeerWait | None:
@@ -125,7 +133,7 @@ def _quiet_wait(view: View, pending: list[Collective], alignment: Alignment) -> 
     if torch_wait is not None and torch_wait.kind == "store" and view.store_key is not None and view.store_key.set_at:
         return None  # it waits for the rank that should set the key, not for all
     if torch_wait is not None and not wait.busy:
-        entry = _entry_for(None, pending, view.user_frame, view.rank) if torch_wait.kind == "collective" else None
+        entry = _entry_for(None, pending, view) if torch_wait.kind == "collective" else None
         return _from_entry(view.rank, entry, view) if entry else _with_batch(_from_stack(view, torch_wait), view)
     if pending and view.poll is not None and view.poll.of == "work":
         return _from_entry(view.rank, pending[0], view)
@@ -174,23 +182,16 @@ def kernel_says_busy(view: View | None) -> bool:
     return view is not None and view.wait.kind in ("running", "sleep", "child", "disk", "stopped", "dead")
 
 
-def _entry_for(
-    torch_wait: calls.TorchWait | None, pending: list[Collective], user_frame: Frame | None, rank: RankEvidence
-) -> Collective | None:
+def _entry_for(torch_wait: calls.TorchWait | None, pending: list[Collective], view: View) -> Collective | None:
     """Returns the pending entry that the stack shows: by its line, or its name, or else the newest.
 
     The main thread blocks in its last call. Older entries are asynchronous.
     """
-    fitting = [e for e in pending if e.is_p2p == (torch_wait is not None and torch_wait.kind == "p2p")]
     if torch_wait is not None and torch_wait.op == "new_group":
         return None
-    for entry in reversed(fitting):
-        site = fr.stack_of(rank, entry.frames).user_frame
-        if fr.same_line(site, user_frame):
-            return entry
-    named = [e for e in fitting if torch_wait is not None and op_name(e).strip("_") in torch_wait.op]
-    best = named or fitting
-    return best[-1] if best else None
+    possible = calls_at(view, pending, is_p2p=torch_wait is not None and torch_wait.kind == "p2p")
+    named = [e for e in possible if torch_wait is not None and op_name(e).strip("_") in torch_wait.op]
+    return next(reversed(named or possible), None)
 
 
 def _from_entry(rank: RankEvidence, entry: Collective, view: View | None = None) -> PeerWait:

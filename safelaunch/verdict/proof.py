@@ -22,10 +22,10 @@ from safelaunch.model import (
 )
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
-from safelaunch.verdict.c10d import call_words
+from safelaunch.verdict.c10d import call_words, match, signature
 from safelaunch.verdict.graph import Need, Node, stuck
-from safelaunch.verdict.peers import PeerWait, peer_wait
-from safelaunch.verdict.proof_calls import OpenCall, OpenTransfer, can_meet, names_transfer, open_call_of
+from safelaunch.verdict.peers import PeerWait, calls_at, peer_wait
+from safelaunch.verdict.proof_calls import OpenCall, OpenTransfer, names_transfer, open_call_of
 from safelaunch.verdict.proof_threads import (
     NO_GIVERS,
     TORCH_LIBRARY,
@@ -109,7 +109,7 @@ class _Prover:
             return {}
         if process.newest.handles_child_ends:
             return {}
-        calls_of = {open_call_of(entry, process.rank) for entry in self._open_calls.get(process.rank, ())}
+        calls_of = {open_call_of(entry, process.rank) for entry in self._case.alignment.open_calls(process.rank)}
         need = Need(frozenset(process.views) | calls_of, "another thread of the process to wake it")
         return dict.fromkeys(process.unknown_nodes, (need,))
 
@@ -214,7 +214,7 @@ class _Prover:
             return self._new_group_needs(view, claim)
         if wait is None or (wait.group is None and wait.kind != "p2p"):
             return ()
-        entries = self._entries(view, is_p2p=wait.kind == "p2p") if wait.group is not None else []
+        entries = calls_at(view, self._pending(view), is_p2p=wait.kind == "p2p") if wait.group is not None else []
         if entries:
             possible = [open_call_of(entry, view.rank.rank) for entry in entries]
             if len(possible) == 1 and (wait.source, wait.target) != (None, None):
@@ -430,37 +430,15 @@ class _Prover:
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def _pending(self, view: View) -> list[Collective]:
-        return self._open_calls.get(view.rank.rank, [])
-
-    @cached_property
-    def _open_calls(self) -> dict[int, list[Collective]]:
-        ring_of = self._case.alignment.ring
-        return {
-            rank: ring_of(rank).matching(lambda kind: not kind.completed and bool(kind.op))
-            for rank in self._case.alignment.records
-        }
-
-    def _entries(self, view: View, *, is_p2p: bool) -> list[Collective]:
-        """Returns the calls that the thread might be in: from its line, or else from no other Python thread."""
-        threads = view.sample.threads if view.sample is not None else ()
-        other_threads = {thread.ident for thread in threads if thread is not view.thread} - {0}
-        candidates = [
-            entry for entry in self._pending(view) if entry.is_p2p == is_p2p and entry.thread not in other_threads
-        ]
-        here = [
-            entry
-            for entry in candidates
-            if fr.same_line(fr.stack_of(view.rank, entry.frames).user_frame, view.user_frame)
-        ]
-        return here or candidates
+        return self._case.alignment.open_calls(view.rank.rank)
 
     def _uses_device(self, view: View) -> bool:
         return bool(view.device) or any(not entry.by_gloo for entry in self._pending(view))
 
     def _add_calls(self, needs: dict[Node, tuple[Need, ...]]) -> None:
-        for rank, entries in self._open_calls.items():
+        for rank in self._case.alignment.records:
             last_in_group: dict[str, Node] = {}  # NCCL works in order: group → the call before
-            for entry in entries:
+            for entry in self._case.alignment.open_calls(rank):
                 node = open_call_of(entry, rank)
                 behind = last_in_group.get(entry.group) if not entry.by_gloo else None
                 if node not in needs:
@@ -492,7 +470,7 @@ class _Prover:
             if member in self._living and member not in self._case.alignment.records:
                 return ()  # it might have entered the call
             other = self._case.alignment.entry(member, entry.group, entry.seq)
-            if other is not None and not can_meet(entry, other):
+            if other is not None and match(signature(entry), signature(other)) == "no":
                 why = f"{call_words(entry)} on rank {rank} and {call_words(other)} on rank {member} do not match"
                 needs.append(Need(NO_GIVERS, why, claim))
             elif other is not None and other.started is False:

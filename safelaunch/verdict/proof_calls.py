@@ -8,7 +8,7 @@ from safelaunch.model import (
     Collective,
 )
 from safelaunch.stacks.receivers import is_result_of
-from safelaunch.verdict.c10d import number_of, op_name, signature
+from safelaunch.verdict.c10d import number_of, signature
 from safelaunch.verdict.peers import PeerWait, line_before_c10d
 from safelaunch.verdict.thread_view import View
 
@@ -51,29 +51,6 @@ def open_call_of(entry: Collective, rank: int) -> OpenCall:
     named = signature(entry)
     whose = rank if entry.is_p2p else -1
     return OpenCall(entry.group, number_of(entry), entry.is_p2p, (named[0] or "", *named[1:]), whose)
-
-
-def can_meet(entry: Collective, other: Collective) -> bool:
-    """Returns whether two entries with one number might match: the same operation and, if known, as many bytes."""
-    if not op_name(entry) or not op_name(other):
-        return True
-    a, b = signature(entry), signature(other)
-    if a[0] != b[0] or len(a) != len(b):
-        return False
-    if len(a) < 3 or a == b or None in (a[1], b[1]):
-        return True
-    sizes = [_bytes(each) for each in (a, b)]
-    return None in sizes or sizes[0] == sizes[1]
-
-
-_WIDTHS = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2, "Char": 1, "Byte": 1}
-
-
-def _bytes(signature: tuple[object, ...]) -> int | None:
-    count, types = signature[1], signature[2]
-    widths = {_WIDTHS.get(str(name)) for name in types} if isinstance(types, tuple) else {None}
-    width = widths.pop() if len(widths) == 1 else None
-    return count * width if isinstance(count, int) and width is not None else None
 
 
 def names_transfer(view: View) -> bool:

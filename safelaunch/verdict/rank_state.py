@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -31,7 +31,7 @@ from safelaunch.verdict.suggestions import (
     OWED,
     STORE_NOT_REACHED,
 )
-from safelaunch.verdict.thread_view import View
+from safelaunch.verdict.thread_view import View, child_views, view_of
 from safelaunch.verdict.transfers import Transfers
 
 UNKNOWN_OP = "communication"  # operation if ``work.wait()`` raised on the user's own line, with no frame to name it
@@ -48,6 +48,10 @@ class RankFacts:
     frame: Frame | None
     wait: PeerWait | None
     condition: Condition | None
+    view: View | None = field(default=None, repr=False, compare=False)
+    """main thread; None without evidence of the process"""
+    children: tuple[View, ...] = field(default=(), repr=False, compare=False)
+    """main threads of the child processes"""
 
     @property
     def rank(self) -> int:
@@ -60,6 +64,16 @@ class RankFacts:
     @property
     def folder(self) -> str:
         return f"ranks/{self.rank}"
+
+    @cached_property
+    def user_stack(self) -> tuple[Frame, ...]:
+        """The user's frames, innermost first, of the exception, the abort, or else the main thread."""
+        if self.evidence.exception is not None:
+            return fr.stack_of(self.evidence, self.evidence.exception.frames).user_frames
+        aborted = exits.aborted_in(self.evidence)
+        if aborted is not None:
+            return aborted.user_frames
+        return self.view.stack.user_frames if self.view is not None else ()
 
     def line_claim(self, text: str) -> Claim:
         evidence = self.evidence
@@ -189,10 +203,10 @@ def _corrected_by_peers(facts: CaseFacts, rank: int) -> RankFacts | None:
 
 def _with_exit_blocker(facts: CaseFacts, subject: RankFacts, left: Condition) -> Condition:
     """Finds what keeps a rank from exiting after its script has ended."""
-    view = view_of(subject.evidence, facts.read_source)
+    view = subject.view
     if view is None or any(other.wait is not None for other in facts.ranks.values()):
         return left
-    own = ProcessView(view, child_views(subject.evidence, facts.read_source)).condition()
+    own = ProcessView(view, subject.children).condition()
     threads = view.beside()
     if own.frame is None and threads and calls.leaving(view.thread.frames if view.thread else ()):
         thread = threads[0]
@@ -207,11 +221,11 @@ def _with_exit_blocker(facts: CaseFacts, subject: RankFacts, left: Condition) ->
 
 def _never_exited(facts: CaseFacts, subject: RankFacts, raised: Condition) -> RankFacts | None:
     """Adds what keeps a rank that raised from exiting. Returns None if it has exited."""
-    view = view_of(subject.evidence, facts.read_source)
+    view = subject.view
     if subject.evidence.exit is not None or view is None or not view.frames or view.wait.kind == "dead":
         return None
     callers = {entry.thread for entry in facts.alignment.pending(subject.rank)} - {0}
-    inside = ProcessView(view, child_views(subject.evidence, facts.read_source), callers)
+    inside = ProcessView(view, subject.children, callers)
     wait = peers.peer_wait(subject.evidence, view, facts.alignment)
     wait = wait or peers.through_a_thread(subject.evidence, inside, facts.alignment)
     raw = view.thread.frames if view.thread is not None else ()
@@ -236,7 +250,7 @@ def _with_peer_lock(facts: CaseFacts, subject: RankFacts, own: Condition) -> Con
 
     ``filelock`` closes the file between attempts, so the kernel shows only which processes hold locks.
     """
-    view = view_of(subject.evidence)
+    view = subject.view
     library = view is not None and calls.FILE_LOCK.on(view.stack.called)
     sqlite = view is not None and view.native(calls.SLEEPS) == "sqlite"
     if not library and not sqlite:
@@ -322,8 +336,7 @@ def _absent_thread(facts: CaseFacts, subject: RankFacts) -> Condition | None:
             continue
         members, _ = facts.alignment.members(wait.group)
         missing = subject.rank in members and facts.alignment.last(subject.rank, wait.group) < wait.seq
-        view = view_of(subject.evidence) if missing else None
-        for other in view.beside() if view is not None else ():
+        for other in subject.view.beside() if missing and subject.view is not None else ():
             if begins_at(other.stack) != wait.thread or other.awaited.peers is not None:
                 continue
             condition = thread_condition(other)
@@ -342,27 +355,9 @@ def _before_its_end(rank: RankEvidence) -> RankEvidence:
     return structs.replace(rank, main=structs.replace(rank.main, states=living), exit=None)
 
 
-def view_of(rank: RankEvidence, read_source: ReadSource = NO_SOURCE) -> View | None:
-    return View(rank.main, rank, read_source=read_source) if rank.main else None
-
-
-def user_stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
-    """Returns the user's frames, innermost first, of the exception, the abort, or else the main thread."""
-    if rank.exception is not None:
-        return fr.stack_of(rank, rank.exception.frames).user_frames
-    aborted, view = exits.aborted_in(rank), view_of(rank)
-    if aborted is not None:
-        return aborted.user_frames
-    return view.stack.user_frames if view is not None else ()
-
-
-def child_views(rank: RankEvidence, read_source: ReadSource = NO_SOURCE) -> list[View]:
-    return [View(child, rank, read_source=read_source) for child in rank.children]
-
-
 def rank_facts(rank: RankEvidence, alignment: Alignment, read_source: ReadSource) -> RankFacts:
     """Reads a rank's state, the surest sign first."""
-    view = view_of(rank, read_source)
+    view, children = view_of(rank, read_source), child_views(rank, read_source)
     frame = view.user_frame if view else None
     condition = exits.gone_condition(rank, view)
     condition = replace(condition, for_good=True) if condition is not None else None
@@ -379,14 +374,14 @@ def rank_facts(rank: RankEvidence, alignment: Alignment, read_source: ReadSource
         wait = _wait_in_traceback(rank) or peers.peer_wait(rank, view, alignment)
     if condition is None and wait is None and (view is not None or not exits.ended_by_others(rank)):
         callers = {entry.thread for entry in alignment.pending(rank.rank)} - {0}
-        inside = ProcessView(view, child_views(rank, read_source), callers) if view is not None else None
+        inside = ProcessView(view, children, callers) if view is not None else None
         wait = peers.through_a_thread(rank, inside, alignment) if inside is not None else None
         condition = _own_condition(rank, inside, alignment) if wait is None else None
     if wait is not None and frame is None:
         frame = wait.frame
     if condition is not None and condition.for_good and view is not None and condition.cause not in BY_ITSELF:
         condition = replace(condition, for_good=not may_train_elsewhere(view))
-    return RankFacts(rank, frame, wait, condition)
+    return RankFacts(rank, frame, wait, condition, view, children)
 
 
 def _condition_in_kernel(view: View) -> Condition | None:

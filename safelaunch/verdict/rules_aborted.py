@@ -19,7 +19,7 @@ from safelaunch.verdict.majority import sides_of, vote
 from safelaunch.verdict.mismatch import Mismatch
 from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.phrases import capital, each_of, ranks_do, ranks_word, waits_words
-from safelaunch.verdict.rank_state import CaseFacts, RankFacts, user_stack_of, view_of
+from safelaunch.verdict.rank_state import CaseFacts, RankFacts
 from safelaunch.verdict.rules_mismatch import CallSite, ExpectedMatch, by_a_break, by_the_source, of_record
 from safelaunch.verdict.suggestions import SIZES_DIFFER, UNUSUAL_GROUP
 from safelaunch.verdict.wrong_group import habit_claim, unusual
@@ -139,7 +139,7 @@ def _why(aborted: Sequence[RankFacts]) -> str:
 
 
 def _match_by_stacks(facts: CaseFacts, ranks: Iterable[int]) -> ExpectedMatch:
-    stacks = {rank: user_stack_of(facts.ranks[rank].evidence) for rank in ranks}
+    stacks = {rank: facts.ranks[rank].user_stack for rank in ranks}
     sites = {
         rank: CallSite(f"a call{fr.at(stack[0])}", stack[0], stack) if stack else CallSite("another place", None, ())
         for rank, stack in stacks.items()
@@ -155,7 +155,7 @@ def _callers_of_c10d(facts: CaseFacts, ranks: Iterable[int]) -> dict[tuple[fr.Sp
     ways = {}
     for rank in sorted(ranks):
         rank_evidence = facts.ranks[rank].evidence
-        aborted, view = aborted_in(rank_evidence), view_of(rank_evidence)
+        aborted, view = aborted_in(rank_evidence), facts.ranks[rank].view
         frames = (
             rank_evidence.exception.frames
             if rank_evidence.exception is not None

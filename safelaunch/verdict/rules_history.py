@@ -13,7 +13,7 @@ from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.verdict import suggestions
 from safelaunch.verdict.blame import conditions, wait_claims, waiting_culprit, waiting_culprits
-from safelaunch.verdict.c10d import describe, number_of, op_name
+from safelaunch.verdict.c10d import describe, number_of, op_name, same_op
 from safelaunch.verdict.call_history import UNKNOWN
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.divergence import Divergence
@@ -21,8 +21,8 @@ from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.own_words import is_outside_normal_flow
 from safelaunch.verdict.phrases import apart, capital, ranks_wait, ranks_word, wait_words
-from safelaunch.verdict.rank_state import CaseFacts, user_stack_of
-from safelaunch.verdict.waits import Case, Waiters, same_op
+from safelaunch.verdict.rank_state import CaseFacts
+from safelaunch.verdict.waits import Case, Waiters
 
 
 def diverged_earlier(case: Case) -> Ruling:
@@ -116,7 +116,7 @@ def _too_many(
         f"{capital(text)}.",
         waiting_culprits(case, waiting),
         (shown, *ends, *wait_claims(case, waiting)),
-        calls={**dict.fromkeys(ended, ()), **{rank: user_stack_of(case.ranks[rank].evidence) for rank in waiting}},
+        calls={**dict.fromkeys(ended, ()), **{rank: case.ranks[rank].user_stack for rank in waiting}},
     )
 
 

@@ -15,7 +15,7 @@ from safelaunch.stacks.failures import Fingerprint, fingerprints
 from safelaunch.stacks.source import SourceLoop, loops_at
 from safelaunch.stacks.ways_out import ways_around
 from safelaunch.verdict.blame import wait_claims, waiting_culprit
-from safelaunch.verdict.c10d import describe, fits, number_of, op_name, signature
+from safelaunch.verdict.c10d import ROOTED, describe, fits, number_of, op_name, same_op, signature
 from safelaunch.verdict.call_history import UNKNOWN
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.divergence import AlignedHistories
@@ -34,10 +34,10 @@ from safelaunch.verdict.phrases import (
     ranks_word,
     wait_words,
 )
-from safelaunch.verdict.rank_state import CaseFacts, user_stack_of, view_of
+from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.rules_history import of_role, shifted
 from safelaunch.verdict.suggestions import BROKEN_OFF, LEFT_OUT, SIZES_DIFFER, UNUSED_PARAMETERS, Advice
-from safelaunch.verdict.waits import Case, same_op
+from safelaunch.verdict.waits import Case
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def compared_by_torch(case: Case) -> Ruling:
         ),
         tuple(claims)[:4] + wait_claims(case, examined),
         advice=frozenset({SIZES_DIFFER}) if len({call.op for call in by_call}) == 1 else frozenset(),
-        calls={rank: user_stack_of(case.ranks[rank].evidence) for rank in examined},
+        calls={rank: case.ranks[rank].user_stack for rank in examined},
     )
 
 
@@ -224,7 +224,7 @@ def _user_stack(
     facts: CaseFacts, rank: int, recorded: tuple[Frame, ...] = ()
 ) -> tuple[Frame | None, tuple[Frame, ...]]:
     state = facts.ranks[rank]
-    view = view_of(state.evidence) if state.wait is None or state.wait.thread is None else None
+    view = state.view if state.wait is None or state.wait.thread is None else None
     frames = recorded or (view.frames if view else ())
     site = fr.stack_of(state.evidence, frames).user_frame or (state.wait.frame if state.wait else None)
     return site, frames[frames.index(site) :] if site in frames else ()
@@ -471,7 +471,6 @@ def _were_past_it(facts: CaseFacts, group: str, number: int, ends: tuple[int, in
 # --- sides under one number -------------------------------------------------------------------------------------------
 
 _NEXT_CALLS = 3  # calls compared after the one that doesn't fit
-_ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})  # the root might call from a different line
 
 
 def sides_without_majority(facts: CaseFacts, mismatch: Mismatch) -> list[tuple[int, ...]] | None:
@@ -507,7 +506,7 @@ def _by_place(facts: CaseFacts, mismatch: Mismatch, ranks: Sequence[int]) -> lis
         side_met = next(
             (side_members for side_members in sides if _met_before(facts, mismatch, side_members[0], side[0])), None
         )
-        if side_met is not None or (sides and len(side) == 1 and op_name(mismatch.entries[side[0]]) in _ROOTED):
+        if side_met is not None or (sides and len(side) == 1 and op_name(mismatch.entries[side[0]]) in ROOTED):
             (side_met or sides[0]).extend(side)
         else:
             sides.append(side)
@@ -519,7 +518,7 @@ def _frames_of_call(facts: CaseFacts, mismatch: Mismatch, rank: int) -> tuple[Fr
     # With a device's queue, the main thread runs ahead and waits at any result.
     entry, wait = mismatch.entries[rank], facts.waiting.get(rank)
     is_there = wait is not None and entry.started is None and (wait.group, wait.seq) == (mismatch.group, mismatch.seq)
-    shown = user_stack_of(facts.ranks[rank].evidence) if is_there else ()
+    shown = facts.ranks[rank].user_stack if is_there else ()
     return facts.alignment.stack(rank, entry).user_frames or shown or entry.frames
 
 

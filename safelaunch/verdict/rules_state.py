@@ -37,7 +37,7 @@ from safelaunch.verdict.phrases import (
     unseen_words,
     waits_words,
 )
-from safelaunch.verdict.rank_state import UNKNOWN_OP, CaseFacts, RankFacts, view_of
+from safelaunch.verdict.rank_state import UNKNOWN_OP, CaseFacts, RankFacts
 from safelaunch.verdict.suggestions import LAUNCHER, STORE_NOT_REACHED
 from safelaunch.verdict.thread_view import View
 from safelaunch.verdict.waits import Case
@@ -242,7 +242,7 @@ def _store_not_reached(facts: CaseFacts, inside: Sequence[int]) -> Finding | Non
 
     Only if they are the minority, or a peer is past that point, which proves that the store exists.
     """
-    views = {rank: view for rank in inside if (view := view_of(facts.ranks[rank].evidence)) is not None}
+    views = {rank: view for rank in inside if (view := facts.ranks[rank].view) is not None}
     retrying = [rank for rank, view in views.items() if _retries_connecting(view)]
     if not retrying:
         return _store_without_answer(facts, views)

@@ -15,7 +15,7 @@ from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.majority import sides_of, vote
 from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.phrases import capital, ranks_wait, ranks_word
-from safelaunch.verdict.rank_state import CaseFacts, RankFacts, view_of
+from safelaunch.verdict.rank_state import CaseFacts, RankFacts
 from safelaunch.verdict.suggestions import ROOTS_DIFFER
 from safelaunch.verdict.transfers import RecordedTransfer
 from safelaunch.verdict.waits import Case
@@ -84,12 +84,11 @@ def _waits_in(facts: RankFacts, wait: PeerWait) -> bool:
         wait.op,
         wait.frame,
     )
-    view = view_of(facts.evidence) if same else None
-    return view is not None and calls.passes_objects(view.stack)
+    return same and facts.view is not None and calls.passes_objects(facts.view.stack)
 
 
 def _root_of(facts: RankFacts) -> int | None:
-    wait, view = facts.wait, view_of(facts.evidence)
+    wait, view = facts.wait, facts.view
     if wait is not None and wait.seq is not None:
         return wait.target if wait.target is not None else wait.source
     call = view.thread.call if view is not None and view.thread is not None else None

@@ -34,7 +34,6 @@ from safelaunch.verdict.phrases import (
     wait_words,
     waits_words,
 )
-from safelaunch.verdict.rank_state import view_of
 from safelaunch.verdict.rules_history import skipped
 from safelaunch.verdict.suggestions import (
     LOCK,
@@ -295,7 +294,7 @@ def _server_of(case: Case, rank: int) -> tuple[str, Claim, frozenset[Advice]] | 
 
     That is a thread that waits for a lock or for peers, or the event loop on whose thread the rank waits.
     """
-    view = view_of(case.ranks[rank].evidence, case.read_source)
+    view = case.ranks[rank].view
     if view is None:
         return None
     if calls.RUNS_LOOP.on(view.frames):

@@ -22,7 +22,7 @@ from safelaunch.verdict.exceptions import one_line
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.mismatch import Mismatch
 from safelaunch.verdict.phrases import capital, ranks_word
-from safelaunch.verdict.rank_state import CaseFacts, user_stack_of
+from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.suggestions import BROKEN_OFF, DRAWN, LEFT_OUT, Advice
 
 # Causes that say which ranks are behind or went a different way, but not why.
@@ -129,7 +129,7 @@ def _printed_lines(facts: CaseFacts, named: Sequence[int]) -> dict[int, tuple[Wa
 
 
 def _lines_called_from(facts: CaseFacts, rank: int) -> Iterator[Frame]:
-    yield from user_stack_of(facts.ranks[rank].evidence)
+    yield from facts.ranks[rank].user_stack
     for kind in facts.alignment.ring(rank).used().values():
         yield from facts.alignment.stack(rank, kind).user_frames
 

@@ -18,7 +18,7 @@ from safelaunch.stacks.source import ReadSource
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.majority import sides_of
 from safelaunch.verdict.phrases import ranks_word
-from safelaunch.verdict.rank_state import CaseFacts, user_stack_of
+from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.suggestions import ITERABLE
 
 _UNEVEN = "uneven-batches"
@@ -47,7 +47,7 @@ def with_loops_left(facts: CaseFacts, finding: Finding) -> Finding:
         return finding
     named = {culprit.rank for culprit in finding.culprits}
     gone = {rank for rank in named if facts.ranks[rank].condition is not None}
-    stacks = (user_stack_of(facts.ranks[rank].evidence) for rank in facts.waiting if rank not in named)
+    stacks = (facts.ranks[rank].user_stack for rank in facts.waiting if rank not in named)
     loop = next((loop for stack in stacks if (loop := _outermost_loop(stack, facts.read_source)) is not None), None)
     if loop is None or not gone:
         return finding

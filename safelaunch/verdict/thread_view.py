@@ -139,3 +139,13 @@ class View:
 
     def kernel_claim(self, text: str) -> Claim:
         return Claim(text, f"{self.folder}/proc.json")
+
+
+def view_of(rank: RankEvidence, read_source: ReadSource = NO_SOURCE) -> View | None:
+    """Returns the main thread of a rank; None without evidence of its process."""
+    return View(rank.main, rank, read_source=read_source) if rank.main is not None else None
+
+
+def child_views(rank: RankEvidence, read_source: ReadSource = NO_SOURCE) -> tuple[View, ...]:
+    """Returns the main threads of a rank's child processes."""
+    return tuple(View(child, rank, read_source=read_source) for child in rank.children)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from safelaunch.model import Collective
 from safelaunch.verdict.alignment import Alignment
-from safelaunch.verdict.c10d import elements, op_name
+from safelaunch.verdict.c10d import Signature, elements, fits, op_name
 
 _PEER = re.compile(r"(send|recv)\s+(\d+)\s*(?:->|<-)\s*(\d+)")
 
@@ -37,9 +37,11 @@ class RecordedTransfer:
 
     def fits(self, other: RecordedTransfer) -> bool:
         """Returns whether sizes and types match, as far as they are known."""
-        sizes_known = self.elements is not None and other.elements is not None
-        types = [set(transfer.entry.input_dtypes) - {""} for transfer in (self, other)]
-        return (not sizes_known or self.elements == other.elements) and (not all(types) or types[0] == types[1])
+        return fits(self._signature, other._signature)
+
+    @property
+    def _signature(self) -> Signature:
+        return ("", self.elements, frozenset(self.entry.input_dtypes) - {""} or None)
 
     def words(self) -> str:
         """Describes it: ``sends 4 elements of Float to rank 1``."""

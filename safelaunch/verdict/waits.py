@@ -15,14 +15,14 @@ from safelaunch.model import Frame
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.guards import Guard, guards_of, way_to
-from safelaunch.verdict.c10d import fits, signature
+from safelaunch.verdict.c10d import fits, same_op, signature
 from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.graph import Edge, Graph, Node, NodeKind
 from safelaunch.verdict.guarding import whereabouts
 from safelaunch.verdict.majority import sides_of
 from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.processes import ProcessView
-from safelaunch.verdict.rank_state import CaseFacts, child_views, user_stack_of, view_of
+from safelaunch.verdict.rank_state import CaseFacts
 
 WaitKey = tuple[Hashable, ...]
 
@@ -141,7 +141,7 @@ def _excluded_rank(facts: CaseFacts, rank: int, own: Condition) -> AwaitedHolder
     """Returns the only rank that a condition keeps from the line of a polling rank."""
     if not _polls(own):
         return None
-    for guard in guards_of(user_stack_of(facts.ranks[rank].evidence), facts.read_source):
+    for guard in guards_of(facts.ranks[rank].user_stack, facts.read_source):
         admitted = {other: guard.admits(whereabouts(facts, other)) for other in facts.world}
         kept = [other for other, comes in admitted.items() if comes is False]
         if admitted[rank] is True and len(kept) == 1 and kept[0] in facts.ranks:
@@ -172,10 +172,10 @@ def _missing_rank(facts: CaseFacts, own: Condition, places: Mapping[fr.Spot, Set
 
 def _answering_rank(facts: CaseFacts, rank: int) -> AwaitedHolder | None:
     """Returns the only other rank in the remote call."""
-    view = view_of(facts.ranks[rank].evidence)
+    view = facts.ranks[rank].view
     if view is None or not calls.RPC.on(view.stack.called):
         return None
-    views = {other: view_of(other_facts.evidence) for other, other_facts in facts.ranks.items() if other != rank}
+    views = {other: other_facts.view for other, other_facts in facts.ranks.items() if other != rank}
     at_work = [r for r, v in views.items() if v is not None and any(calls.ANSWERS_RPC.on(t.frames) for t in v.beside())]
     if len(at_work) != 1:
         return None
@@ -203,7 +203,7 @@ def _is_excluded(facts: CaseFacts, rank: int, guard: Guard) -> bool:
     """Returns whether the condition excludes the rank, by its number or because it is where excluded ranks go."""
     if guard.admits(whereabouts(facts, rank)) is False:
         return True
-    stack = user_stack_of(facts.ranks[rank].evidence) if rank in facts.ranks else ()
+    stack = facts.ranks[rank].user_stack if rank in facts.ranks else ()
     return any(
         (here.file, here.line) == (guard.file, guard.line) and here.taken is not guard.taken
         for here in guards_of(stack, facts.read_source)
@@ -218,7 +218,7 @@ def _rank_holder(
 
 def _holder(facts: CaseFacts, rank: int, pid: int, kind: NodeKind) -> AwaitedHolder:
     owner = facts.ranks[rank]
-    child = next((view for view in child_views(owner.evidence) if view.process.pid == pid), None)
+    child = next((view for view in owner.children if view.process.pid == pid), None)
     if child is None or (owner.condition is not None and owner.condition.pid == pid):
         return _rank_holder(facts, rank, kind)
     if child.awaited.processes == "message" or child.user_frame is None:  # it waits for its rank
@@ -271,9 +271,3 @@ def _same_call(facts: CaseFacts, rank: int, wait: PeerWait) -> bool:
 
 def _line(wait: PeerWait) -> tuple[str, int] | None:
     return (wait.frame.file, wait.frame.line) if wait.frame else None
-
-
-def same_op(op: str, other: str) -> bool:
-    """Compares names: ``_all_gather_base`` in a record is ``all_gather_into_tensor`` or ``…_object`` on a stack."""
-    a, b = (name.strip("_").replace("_", "") for name in (op, other))
-    return "acollective" in (a.replace(" ", ""), b.replace(" ", "")) or a in b or b in a

@@ -14,7 +14,6 @@ from safelaunch.model import Collective, Frame
 ElementCounts = tuple[tuple[int, ...], ...]
 
 WORLD = "0"
-ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 TRANSFERS = frozenset({"send", "recv"})
 
 
