@@ -41,9 +41,9 @@ class Judgement:
 
 
 def work_in(looks: Looks, background: Background) -> tuple[ObservedWork, ...]:
-    """Returns the work between the last two looks, or before the first.
+    """Returns the work between the last two looks, or else before the first look.
 
-    The work of processes that a rank waits for counts in full.
+    Work of processes that a rank is waiting for counts in full.
     """
     last = looks.taken[-1]
     waiting, foreground = set[int](), set[int]()
@@ -67,12 +67,13 @@ _TURNS = 4.0  # per limit: a busy machine or GIL interrupts a loop between two w
 
 
 def _woken_receivers(before: Look, after: Look, awaited: Collection[int]) -> Iterator[ObservedWork]:
-    """Yields threads woken by received data that the kernel doesn't count.
+    """Yields threads that were woken by received data that the kernel doesn't count.
 
     A polling loop wakes no more often than its wait's time limit explains; a receiver wakes more often or has no limit.
 
     Args:
-        awaited: Processes with a main thread that counts: ranks, and those that a rank's main thread waits for. Other
+        awaited: Processes in which the main thread counts: ranks, and processes that a rank's main thread waits for.
+            Other
             threads count only if they rest in a receive on a Unix socket.
     """
     states = {
@@ -119,7 +120,7 @@ def _is_on_unix_socket(thread: ThreadState) -> bool:
 
 
 def _waiting_and_awaited_pids(rank: RankLook) -> tuple[set[int], set[int]]:
-    """Returns the rank's pid if its main thread waits for peers or a device, and the pids that it waits for."""
+    """Returns the rank's pid if its main thread waits for peers or a device, and the pids of processes it waits for."""
     from safelaunch.stacks.calls import awaited, device_wait
     from safelaunch.stacks.frames import Stack, python_frames
     from safelaunch.stacks.kernel import kind_of
@@ -137,7 +138,7 @@ def _waiting_and_awaited_pids(rank: RankLook) -> tuple[set[int], set[int]]:
 
 
 def wait_for_each_other(ranks: Sequence[RankLook]) -> bool:
-    """Returns whether every main thread waits for peers or its device, or sleeps while another waits.
+    """Returns whether every main thread is waiting for peers or its device, or sleeps while another one waits.
 
     If so, other threads and processes can't help.
     """
@@ -187,7 +188,7 @@ def _hidden(number: int, process: ProcessLook) -> Iterator[str]:
 
 
 def proves(evidence: Evidence) -> bool:
-    """Returns whether the evidence proves the job dead; False if a rule fails."""
+    """Returns whether the evidence proves the job dead; False if a rule raises an error."""
     try:
         return bool(_examined(_case_of(evidence)).proof)
     except Exception:  # noqa: BLE001 - the verdict reports the error
@@ -208,7 +209,7 @@ def _examined(case: Case) -> ProofResult:
 
 
 def _limits_of(case: Case, mark_s: float) -> tuple[Limits, str]:
-    """Returns when torch will end the first recorded call that a rank waits in, and its group."""
+    """Returns when torch will end the first recorded call that a rank is waiting in, and the call's group."""
     from safelaunch.verdict.c10d import label_of
 
     limits: list[tuple[float, str, bool]] = []
@@ -231,7 +232,7 @@ def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: b
     """Judges two looks at this node's ranks.
 
     Args:
-        covers: These are all ranks of the job, so that a proof is possible.
+        covers: Whether these are all ranks of the job; only then is a proof possible.
         mark_s: Time of the last step.
     """
     last = looks.taken[-1]

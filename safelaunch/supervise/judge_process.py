@@ -1,7 +1,7 @@
 """Puts an early look into words, in a short-lived child process.
 
-Few quiet jobs hang, so the supervisor doesn't load the diagnosis for an early look: it would stay in memory, and its
-faults would reach the watch.
+Few quiet jobs hang, so the supervisor doesn't load the diagnosis for an early look: its modules would stay in memory,
+and its faults would affect the watch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _JudgeInput(msgspec.Struct, frozen=True):
 
 
 def ask(evidence: Evidence, active: Collection[int] | None, place: Path, *, prove: bool = False) -> FirstWord:
-    """Returns the words for an early look within ``DEADLINE_S``; empty if the child process fails.
+    """Returns what an early look found, within ``DEADLINE_S``; empty if the child process fails.
 
     Args:
         place: Path of a temporary file.

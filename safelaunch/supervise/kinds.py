@@ -13,7 +13,7 @@ ASKING_S = 0.3  # part of Ctrl-C's wait for the worker servers' replies
 
 @dataclass(frozen=True, slots=True)
 class IncidentKind:
-    """Evidence to collect for one kind of incident."""
+    """The evidence to collect for one kind of incident."""
 
     outcome: Outcome
     """outcome of the bundle, unless the looks show another one"""

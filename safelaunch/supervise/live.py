@@ -78,7 +78,7 @@ class ControlServer:
             self._services.ask(request, client)
 
     def _queued(self, bundle_dir: Path) -> _RequestedDump:
-        """Queues a bundle, or returns the queued one for the same directory."""
+        """Queues a bundle. If one for the same directory is already queued, returns that."""
         if self._council.rounds.has_peers:
             self._services.yield_to_dump()
         dump = next((dump for dump in self._dumps if dump.bundle_dir == bundle_dir), None)
@@ -88,7 +88,7 @@ class ControlServer:
         return dump
 
     def dump_here(self, show: Callable[[Report], None], *, ends: bool = False) -> None:
-        """Writes a bundle and passes it to ``show``, which ends the job if ``ends``."""
+        """Writes a bundle and passes it to ``show``. If ``ends``, ``show`` ends the job."""
         dump = self._queued(self._context.bundle_dir)
         if dump.show is None:
             dump.show = show
@@ -96,7 +96,7 @@ class ControlServer:
             say(f"writing a bundle of the running job, {then}")
 
     def dump_late(self, show: Callable[[Report], None]) -> None:
-        """Writes a bundle after the job's end: findings, logs, last progress."""
+        """Writes a bundle after the job's end, with findings, logs and the last progress."""
         dump = self._queued(self._context.bundle_dir)
         if dump.show is None:
             dump.show, dump.kind = show, ENDED if dump.working is None else DUMP
@@ -123,7 +123,7 @@ class ControlServer:
                 say(f"no bundle could be written: {answer.problem}")
 
     def _take_for_another(self, now: float) -> None:
-        """Takes evidence at the same time as the node that writes the bundle."""
+        """Takes evidence for another node, at the same time as that node, which writes the bundle."""
         if self._council.rounds.has_pending_dump:
             self._services.yield_to_dump()
         if self._for_another is not None and not self._for_another.done:
@@ -150,7 +150,7 @@ class ControlServer:
         return any(not dump.needs_ranks for dump in self._dumps)
 
     def finish(self) -> None:
-        """Finishes bundles that have their evidence, and drops the others."""
+        """Completes bundles that already have their evidence, and drops all others."""
         self._services.finish()
         for dump in [dump for dump in self._dumps if dump.needs_ranks]:
             if dump.working is not None:

@@ -33,7 +33,7 @@ _one_at_a_time = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Looks:
-    """Ranks under observation, and all looks at them, oldest first."""
+    """The observed ranks, and all looks at them, oldest first."""
 
     targets: tuple[Target, ...]
     taken: tuple[Look, ...] = ()
@@ -50,7 +50,7 @@ class Looks:
 
     @property
     def windows(self) -> tuple[tuple[Counters, Counters], ...]:
-        """Times without a look: between the last two, and before the first."""
+        """Returns the counters at the start and end of times without a look: between the last two, before the first."""
         between = [(before[1], after[0]) for before, after in pairwise(self.counters[-2:])]
         return (*between, *([(self.quiet, self.counters[0][0])] if self.quiet is not None and self.counters else []))
 
@@ -76,7 +76,7 @@ def _run_and_waited_ns() -> tuple[int, int]:
 
 
 class Starvation:
-    """Measures how busy the machine is, by this process's waits for a core."""
+    """Measures how busy the machine is, by how long this process has to wait for a core."""
 
     def __init__(self, read: Callable[[], tuple[int, int]] = _run_and_waited_ns) -> None:
         self._read = read
@@ -102,9 +102,10 @@ def look_at(
     """Takes another look at the ranks.
 
     Args:
-        looks: Earlier looks; None: this is the first.
-        collectives: Read the newest Flight Recorder entries. Not in a crash, when all ranks wait for safelaunch.
-        network: Check if messages between ranks arrive.
+        looks: Earlier looks; None if this is the first look.
+        collectives: Whether to read the newest Flight Recorder entries. False in a crash, when all ranks wait for
+            safelaunch.
+        network: Whether to check if messages between ranks arrive.
     """
     if looks is None:  # while the rank lives
         looks = Looks(tuple(targets), quiet=quiet, env=environment_of(targets[0].pid) if targets else None)
@@ -148,7 +149,7 @@ def newest_entries(targets: Sequence[Target]) -> dict[int, int]:
 
 
 def ask_each(targets: Iterable[Target], question: Callable[[Target], T | None], *, deadline_s: float) -> dict[int, T]:
-    """Asks all worker servers in parallel; returns the timely answers by rank."""
+    """Queries all worker servers in parallel. Returns the replies that arrive in time, by rank."""
     asked = [target for target in targets if target.socket is not None]
     answers = gather([partial(question, target) for target in asked], deadline_s=deadline_s)
     return {target.rank: answer for target, answer in zip(asked, answers, strict=True) if answer is not None}
@@ -159,7 +160,7 @@ def main_thread(look: ProcessLook | None) -> Thread | None:
 
 
 def with_late_processes(looks: Looks) -> Looks:
-    """Looks again, with more time, at ranks that the last look missed. For confirmed hangs only."""
+    """Repeats the look, with more time, for ranks that the last look missed. Use it for confirmed hangs only."""
     if not looks.is_late:
         return looks
     last = looks.taken[-1]
@@ -174,7 +175,7 @@ def _lacks(look: RankLook | None) -> bool:
 
 
 def with_native_frames(looks: Looks) -> Looks:
-    """Looks at C frames of ranks that wait in a futex called from a line outside c10d.
+    """Reads the C frames of ranks that wait in a futex called from a line outside c10d.
 
     Only C frames distinguish ``with lock:`` from ``work.wait()``. Reading them pauses the job and takes a few hundred
     megabytes per process, so use it only after a hang is confirmed.

@@ -1,6 +1,7 @@
 """The supervisor's loop: signals, the watch, the response to a stall or a crash, and the job's end.
 
-It never blocks for longer than a tick: slow work runs in threads. An internal error ends the watch, never the job.
+The loop never blocks for longer than a tick, because slow work runs in threads. An internal error ends the watch, never
+the job.
 """
 
 from __future__ import annotations
@@ -298,7 +299,7 @@ class Supervisor:
         say(f"the job was asked to stop {now - self._stop_s:.0f} s ago, and still runs: safelaunch watches it again")
 
     def _is_restart_overdue(self, now: float) -> bool:
-        """Ends the job if torchrun doesn't restart ranks that were ended for a hang."""
+        """Returns whether torchrun has failed to restart ranks that were ended for a hang. If so, ends the job."""
         patience_s = RESTART_S if self._view.is_whole else RESTART_OF_SEVERAL_S
         if now - self._restarting_s < patience_s or self._ending is not None:
             return False
@@ -333,7 +334,7 @@ class Supervisor:
             self._live.dump_here(self._show)
 
     def _hold(self) -> bool:
-        """Decides at the first SIGINT if ranks must live until evidence is collected."""
+        """Decides, at the first SIGINT, whether ranks must live until evidence is collected."""
         self._owes_hint = True
         try:
             return self._watching and self._ending is None and self._is_worth_evidence(time.monotonic())
@@ -403,7 +404,7 @@ class Supervisor:
 
     @property
     def _is_unfinished(self) -> bool:
-        """True while the job's end waits for a bundle, or after a stop request, for one that began before it."""
+        """True while the job's end waits for a bundle; after a stop request, only for a bundle that began before it."""
         if not self._watching or self._ending is not None:
             return False
         if not self._forwarder.stop_requested:
@@ -458,7 +459,7 @@ class Supervisor:
             self._end(report, EXIT_HUNG)
 
     def _act_with_all(self, report: Report) -> None:
-        """Acts as the nodes agreed, whatever this node's policy."""
+        """Acts as the nodes agreed, regardless of this node's policy."""
         if report.action == "kill":
             self._end(report, EXIT_HUNG)
             return
@@ -480,7 +481,7 @@ class Supervisor:
         return self._job.plan.settings.on_stall == policy
 
     def _may_continue(self, report: Report) -> bool:
-        """Ends the job and returns False if the same failure came back (--on-stall restart)."""
+        """Returns whether the job can continue. Ends it if the same failure recurred (--on-stall restart)."""
         steps = tuple(rank.progress.step for rank in report.evidence.ranks if rank.progress and rank.progress.step)
         if report.step is not None:
             steps = (report.step,)
@@ -543,7 +544,7 @@ class Supervisor:
         self._stall.abandon()
 
     def _note_end(self, status: int) -> None:
-        """Takes the job's exit code as the rank's if the command is the rank (``exec -- python train.py``)."""
+        """Records the job's exit code as the rank's if the command itself is the rank (``exec -- python train.py``)."""
         if not self._job.plan.by_torchrun:
             code = os.waitstatus_to_exitcode(status)
             for rank, progress in self._watch.last_progress.items():
@@ -581,7 +582,7 @@ class Supervisor:
             self._show(verdict.report)
 
     def _wait_for_notifier(self) -> None:
-        """Waits for --on-bundle's command until its deadline or Ctrl-C; only briefly for --on-suspect's."""
+        """Waits for the --on-bundle command until its deadline or Ctrl-C; for --on-suspect, only briefly."""
         begin, stops = time.monotonic(), self._forwarder.stops
 
         def runs() -> bool:

@@ -1,6 +1,6 @@
 """Runs monitors: add-ons that watch for something other than a stall.
 
-They can print lines, request a bundle, end the job, and exchange values with other nodes' monitors.
+Monitors can print lines, request a bundle, end the job, and exchange values with monitors on other nodes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MonitoredJob:
 
 
 class Topic:
-    """Exchanges values between nodes: every node submits one, and the leader publishes one."""
+    """Exchanges values between nodes: every node submits one value, and the leader publishes one."""
 
     def __init__(self, name: str, council: Council) -> None:
         self._name = name
@@ -102,7 +102,7 @@ class Topic:
 
 
 class Monitors:
-    """All monitors of a job. One that fails is dropped."""
+    """All monitors of a job. A monitor that fails is dropped."""
 
     def __init__(self, job: Job, view: JobView, actions: MonitorActions) -> None:
         assert job.run is not None
@@ -113,7 +113,7 @@ class Monitors:
             self._guarded(monitor, monitor.tick)
 
     def finish(self, *, succeeded: bool) -> None:
-        """Finishes all monitors. ``succeeded`` means exit code 0 without a stop request."""
+        """Finishes all monitors. ``succeeded`` means that the job ended with exit code 0 and without a stop request."""
         for monitor in tuple(self._monitors):
             self._guarded(monitor, partial(monitor.finish, succeeded=succeeded))
 

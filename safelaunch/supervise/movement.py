@@ -1,4 +1,4 @@
-"""Finds out by looks alone if a job moves: without a beacon, there are no steps."""
+"""Determines from looks alone whether a job moves, because without a beacon there are no steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPINS = 0.5  # share of the time on a core: a thread that polls never sleeps
 
 
 def with_leads(looks: Looks, roots: tuple[str, ...]) -> Looks:
-    """Marks the leading thread of ranks with a script outside the first thread (Ray's workers).
+    """Marks the leading thread of ranks that run their script outside the first thread (Ray's workers).
 
     Args:
         roots: See ``frames.Stack``.
@@ -41,7 +41,7 @@ def with_leads(looks: Looks, roots: tuple[str, ...]) -> Looks:
 
 
 def _leads(look: ProcessLook | None, roots: tuple[str, ...]) -> int:
-    """Returns the only thread with the user's code, if the first has neither that nor torch's code; else 0."""
+    """Returns the only thread with user code, if the first thread has neither user code nor torch code; else 0."""
     sample = look.stack.value if look is not None else None
     first = sample.main_thread if sample is not None else None
     if (
@@ -55,11 +55,11 @@ def _leads(look: ProcessLook | None, roots: tuple[str, ...]) -> int:
 
 
 def movement(looks: Looks) -> tuple[bool, float]:
-    """Returns whether the job moves, and for how many seconds a rank stood still (0.0: none did).
+    """Returns whether the job moves, and for how many seconds a rank stood still; 0.0 if every rank moved.
 
-    A rank stands still if its main thread was at the same place in every look and got no core, or kept one busy all the
-    time. Spinning while waiting for peers or the GPU isn't work. Neither is other threads' activity, if every main
-    thread waits for its peers or sleeps.
+    A rank stands still if its main thread was at the same place in every look and either got no core or kept one busy
+    all the time. Spinning while waiting for peers or the GPU isn't work. Neither is the activity of other threads, if
+    every main thread waits for its peers or sleeps.
     """
     mains = [
         [look.ranks[target.rank].main for look in looks.taken if target.rank in look.ranks] for target in looks.targets

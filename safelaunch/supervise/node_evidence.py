@@ -1,4 +1,4 @@
-"""Describes the job's nodes: their own reports, and whether the hosts of silent nodes answer."""
+"""Describes the job's nodes: their own reports, and whether the hosts of silent nodes respond."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def nodes_of(
     agent_error: str = "",
     missed_s: float = 0.0,
 ) -> tuple[NodeEvidence, ...]:
-    """Returns this node and the others; takes ``PROBE_S`` if some are silent and ``port`` is given.
+    """Returns this node and all others. Takes ``PROBE_S`` if some nodes are silent and ``port`` is given.
 
     A host that refuses a connection to the store's port is alive. If the interface to the other nodes is down, nothing
     is probed, because another route might lead to other hosts.
@@ -86,7 +86,8 @@ _UP_AND_RUNNING = 0x41  # IFF_UP, IFF_RUNNING
 def _has_link(address: str) -> bool:
     """Returns whether an interface of this host has the address, is up and has a carrier.
 
-    An interface that is down keeps its IPv4 address. Only its first address is found; others count as up.
+    Carrier and state are checked because an interface that is down keeps its IPv4 address. Only an interface's first
+    address is found; any other address counts as up.
     """
     flags: int
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
@@ -113,7 +114,7 @@ def agent_state(pid: int) -> AgentState:
 
 
 def digest_of(script: Path) -> str:
-    """Returns a short digest to compare scripts; empty if unreadable."""
+    """Returns a short digest for comparing scripts; empty if the script is unreadable."""
     import hashlib  # late: it loads OpenSSL, 4 MB
 
     try:

@@ -38,12 +38,12 @@ class NodeNotices:
 
     @property
     def rendezvous(self) -> Rendezvous | None:
-        """The rendezvous with the most nodes, if it was incomplete."""
+        """Returns the rendezvous with the most nodes, if it was incomplete."""
         waiting = self._waiting
         return waiting if waiting is not None and waiting.come < waiting.wanted else None
 
     def note_rendezvous(self, page: LeaderPage | None, now: float) -> None:
-        """Prints which nodes joined, as long as some are missing."""
+        """Prints which nodes have joined while some are still missing."""
         self._begin_s = self._begin_s if self._begin_s is not None else now
         nodes = (self._channel.node, *self._channel.view.nodes)
         number = node_count(page)
@@ -63,7 +63,7 @@ class NodeNotices:
         say(text)
 
     def _note(self, page: LeaderPage | None, joined: int, nodes: Sequence[NodeCard], waited_s: float) -> None:
-        """Keeps the most complete state: waiting nodes give up one by one."""
+        """Keeps the state with the most nodes, because waiting nodes give up one by one."""
         before = self._waiting
         if before is not None and (page is None or joined < before.come):
             self._waiting = replace(before, waited_s=waited_s)
@@ -85,8 +85,8 @@ class NodeNotices:
         """Prints what changed since the last tick.
 
         Args:
-            covered: Every rank has a supervisor that responds.
-            ending: This node's ranks have ended, or it stops the job.
+            covered: Whether every rank has a supervisor that responds.
+            ending: Whether this node's ranks have ended, or this node is stopping the job.
         """
         self._compare(view.nodes)
         if self._channel.hosts and not self._has_printed_host:
@@ -114,7 +114,7 @@ class NodeNotices:
                 say(f"lost contact with the other nodes ({view.why}): until they are back, this node judges alone")
 
     def _compare(self, nodes: tuple[NodeCard, ...]) -> None:
-        """Prints differences: NCCL and pickles of different versions rarely match."""
+        """Prints differences between nodes, because different versions of NCCL or of pickles rarely work together."""
         own = self._channel.node
         for node in nodes if nodes != self._compared else ():
             for what in ("torch", "safelaunch", "script"):

@@ -29,11 +29,11 @@ class Notices:
         by_torchrun: bool = True,
         why: Callable[[int], str] = why_without_beacon,
     ) -> None:
-        """Takes limits for the notices.
+        """Sets the limits for the notices.
 
         Args:
-            by_torchrun: False under ``exec``: no agent announces ranks.
-            why: Returns why a worker (pid) has no beacon; empty while it might still get one.
+            by_torchrun: False under ``exec``, because no agent announces ranks.
+            why: Function that returns why a worker (pid) has no beacon; empty while it might still get one.
         """
         self._watch = watch
         self._why = why
@@ -94,7 +94,10 @@ class Notices:
         )
 
     def _say_without_beacon(self) -> None:
-        """Prints which ranks can't be watched, once their processes show why. A slow start isn't a reason."""
+        """Prints which ranks can't be watched, once their processes show the reason.
+
+        A slow start doesn't count as one.
+        """
         reasons = {worker: self._why(worker.pid) for worker in self._watch.without_beacon()}
         silent = {worker.rank: f"{worker.rank} (pid {worker.pid}, {why})" for worker, why in reasons.items() if why}
         if silent.keys() <= self._unreached:
@@ -111,7 +114,7 @@ class Notices:
             say("no rank has a beacon: safelaunch CANNOT WATCH this job; it continues as under plain torchrun")
 
     def _retract(self) -> None:
-        """Corrects a notice about ranks that have a beacon after all, as after a restart."""
+        """Corrects a notice about ranks that have a beacon after all, for example after a restart."""
         if not (self._unreached or self._is_said_blind) or not self._watch.last_progress:
             return
         appeared = self._unreached & self._watch.last_progress.keys()

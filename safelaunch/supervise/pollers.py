@@ -1,6 +1,6 @@
-"""Periodic questions to the ranks of a running job: timeouts, collectives, background work.
+"""Periodically queries the ranks of a running job: timeouts, collectives, background work.
 
-The worker servers' C++ threads answer without the GIL and without running a frame in the rank.
+The C++ threads of the worker servers reply without the GIL and without running a frame in the rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FIX = "run 'safelaunch doctor' where the job runs: it shows the fix"
 
 
 class Poller(Generic[Answer]):
-    """Asks a question in a thread, and takes the answer on a later tick."""
+    """Sends a query from a thread, and processes the reply on a later tick."""
 
     name: str
     again_s: float
@@ -40,7 +40,7 @@ class Poller(Generic[Answer]):
         self._next_s = 0.0
 
     def advance(self, now: float) -> None:
-        """Makes one step without blocking. Drops answers about an ended attempt."""
+        """Starts a query or processes its reply, without blocking. Drops replies about an ended attempt."""
         if self._attempt != self._watch.roster.attempt:
             self._attempt, self._next_s = self._watch.roster.attempt, 0.0
             self.reset()
@@ -59,13 +59,13 @@ class Poller(Generic[Answer]):
             self._asking = BackgroundTask(self.name, question)
 
     def reset(self) -> None:
-        """Forgets an ended attempt."""
+        """Forgets everything about an ended attempt."""
 
     def is_due(self, now: float) -> bool:
         raise NotImplementedError
 
     def question(self) -> Callable[[], Answer] | None:
-        """Returns a function to run in a thread; None without ranks."""
+        """Returns a function to run in a thread; None if there are no ranks."""
         raise NotImplementedError
 
     def take(self, answer: Answer, now: float) -> None:
@@ -104,7 +104,7 @@ class GroupTimeoutPoller(Poller["float | None"]):
 
 
 class TracingPoller(Poller[str]):
-    """Checks once if py-spy can read a rank's stacks without stopping it, and prints a line if not."""
+    """Checks once whether py-spy can read a rank's stacks without stopping it, and prints a line if it can't."""
 
     name, again_s = "tracing", math.inf
     _asked = False
@@ -146,7 +146,7 @@ QUIET_AFTER_S, QUIET_TIMES = 3.0, 3.0  # the larger of seconds and usual steps
 
 
 class BackgroundPoller(Poller[Counters]):
-    """Learns the job's background work while it makes steps, and reads its counters once it is quiet.
+    """Learns the background work of a job while it is stepping, and reads its counters once it is quiet.
 
     Windows are as short as the time between two looks, because longer ones would dilute bursts. A window counts once a
     later step shows that the job was training.

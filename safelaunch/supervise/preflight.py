@@ -20,7 +20,7 @@ MOST_IMPORTED = 64
 
 
 def check(settings: Settings) -> None:
-    """Raises UsageError for an unusable key file or bundle directory."""
+    """Raises UsageError if the key file or the bundle directory is unusable."""
     _check_key(settings)
     if settings.is_explicit("bundle-dir"):
         from safelaunch.bundle.publication import check_directory
@@ -34,7 +34,7 @@ def check(settings: Settings) -> None:
 
 
 def without_effect(settings: Settings) -> list[str]:
-    """Returns lines about presets that change nothing here, and about options that --no-watch disables."""
+    """Returns lines about presets that have no effect here, and about options that --no-watch disables."""
     idle = [option.flag for option in OPTION_GROUPS["Watching"] if _is_idle(settings, option.name)]
     unwatched = f"--no-watch: {', '.join(idle)}: no effect, because nothing of safelaunch runs in the ranks"
     preset = "preset {0} sets nothing with the installed torch: safelaunch presets show {0}"
@@ -44,7 +44,7 @@ def without_effect(settings: Settings) -> list[str]:
 def mistakes_of_torchrun(
     command: CommandLine, options: Collection[str], environ: Mapping[str, str], torch: torchrun.TorchInstallation
 ) -> list[str]:
-    """Returns lines about a taken port, and about a script that needs NCCL from a torch without it."""
+    """Returns lines about a taken port, and about a script that needs NCCL if this torch lacks it."""
     port = mistakes.port_to_serve(command, options, environ)
     holder = _holder_of(port) if port is not None else ""
     taken = (
@@ -58,7 +58,7 @@ def mistakes_of_torchrun(
 
 
 def mistakes_of_exec(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Returns a line about a script that needs a rank's variables and won't get them."""
+    """Returns a line about a script that needs rank variables and won't get them; empty if there is no problem."""
     script = mistakes.python_script(words)
     source = _source_of(script) if script and "RANK" not in environ else None
     lacking = mistakes.lacks_rank_variables(script, source) if source is not None else ""
@@ -68,7 +68,7 @@ def mistakes_of_exec(words: Sequence[str], environ: Mapping[str, str]) -> list[s
 def misplaced(script: Sequence[str], *, is_module: bool = False) -> list[str]:
     """Returns a line about each safelaunch option that comes after the script.
 
-    Leaves out options that the script, or a module in its folder that it imports, seems to have.
+    Leaves out options that the script seems to define, itself or in a module that it imports from its folder.
     """
     words = mistakes.misplaced(script, BY_FLAG, lambda: _text_with_imports(_file_of(script[0], is_module=is_module)))
     return [f"{word} comes after {script[0]}, so the script gets it; put safelaunch's options first" for word in words]

@@ -1,4 +1,4 @@
-"""Turns an incident's evidence, in threads, into a verdict and a published bundle, and prints the result."""
+"""Turns an incident's evidence into a verdict and a published bundle, in threads, and prints the result."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Decision of all nodes; empty for one node."""
+    """The decision of all nodes; empty if there is only one node."""
 
     verdict: Verdict | None = None
     """None: this node judges alone"""
@@ -79,7 +79,7 @@ class Agreement:
 
 
 def prepare() -> None:
-    """Imports what verdict and reports need, while a suspicion waits for its second look."""
+    """Imports the modules that verdict and reports need, while a suspicion waits for its second look."""
     from safelaunch.bundle.reading import bundles  # noqa: F401 - for the imports
     from safelaunch.report import exports, markdown, page, template  # noqa: F401
 
@@ -87,7 +87,7 @@ def prepare() -> None:
 
 
 def mark_recovered(report: Report) -> BackgroundTask[None]:
-    """Marks the bundle's verdict as recovered, in a thread, as the disk might not respond."""
+    """Marks the bundle's verdict as recovered, in a thread, because the disk might not respond."""
 
     def note() -> None:
         path = report.published.path / "verdict.json"
@@ -100,17 +100,17 @@ def mark_recovered(report: Report) -> BackgroundTask[None]:
 
 
 def verdict_of(evidence: Evidence, context: JobContext, source: Excerpts | None = None) -> Verdict:
-    """Returns the verdict without secrets. Never raises.
+    """Returns the verdict, with secrets removed. Never raises.
 
     Args:
-        source: Reads the user's files and records the lines.
+        source: Reader of the user's files, which records the lines it read.
     """
     source = source or Excerpts(evidence, context.redactor)
     return context.cleaned(_verdict(with_earlier_bundles(evidence, context.bundle_dir), source))
 
 
 def finish(collected: DraftBundle, agreement: Agreement | None = None) -> Report:
-    """Writes verdict and reports, and publishes the bundle."""
+    """Writes the verdict and reports, and publishes the bundle."""
     staging, context = collected.staging, collected.context
     agreed = agreement or Agreement()
     evidence = agreed.others.with_own(collected.evidence)
@@ -207,7 +207,7 @@ def _publish(
 
 
 def _verdict(evidence: Evidence, source: Excerpts) -> Verdict:
-    """Returns the diagnosis. If a rule fails, it says so, and nothing else changes."""
+    """Returns the diagnosis. If a rule fails, the verdict says so, and is otherwise unaffected."""
     from safelaunch.verdict.diagnose import diagnose
 
     try:

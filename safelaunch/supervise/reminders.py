@@ -1,4 +1,4 @@
-"""Reminds about states that no limit covers: pauses, launchers without ranks."""
+"""Prints reminders about states that no limit covers: pauses, and launchers without ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ IDLE_EVERY_S = 5.0
 
 
 class Reminder:
-    """Decides when a line about a state is due: after a time, and whenever that has doubled."""
+    """Decides when a line about a state is due: after some time, and then whenever that time has doubled."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None
         self._times = 1
 
     def is_due(self, since_s: float | None, first_s: float, now: float) -> bool:
-        """Returns whether a line is due. ``since_s`` is the start of the state, None outside it."""
+        """Returns whether a line is due.
+
+        ``since_s`` is the start of the state, or None if the job isn't in that state.
+        """
         if since_s is None or since_s != self._since_s:
             self._since_s, self._times = since_s, 1
         if since_s is None or now - since_s < first_s * self._times:
@@ -39,7 +42,7 @@ class Reminders:
 
     Args:
         launcher: Pid of torchrun's agent.
-        dump: Writes a bundle of the running job.
+        dump: Function that writes a bundle of the running job.
     """
 
     def __init__(self, watch: Watch, now: float, launcher: int | None, dump: Callable[[], object]) -> None:

@@ -30,7 +30,7 @@ def add_reports(
     run_name: str,
     about: Callable[[], ReportHeader],
 ) -> dict[str, int]:
-    """Adds the reports and viewers' files that can be made; returns the dimensions of the job's mesh, by name."""
+    """Adds all reports and viewer files that can be generated. Returns the dimensions of the job's mesh, by name."""
     from safelaunch.report import HTML, PERFETTO, exports, markdown, page, template
     from safelaunch.verdict.device_mesh import mesh
     from safelaunch.verdict.rank_state import CaseFacts

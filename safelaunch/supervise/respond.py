@@ -1,6 +1,6 @@
-"""One incident in its own thread: looks at the job, takes evidence, writes the bundle.
+"""Handles an incident in its own thread: looks at the job, takes evidence, writes the bundle.
 
-It can be cancelled at each step.
+The incident can be cancelled at each step.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def look(
     """Looks at all ranks as often as the kind of incident requires, or until it is cancelled.
 
     Args:
-        quiet: For the first look.
-        network: For the last look.
-        between: Called between looks.
+        quiet: Counters from before the first look.
+        network: Whether the last look checks the network.
+        between: Function that is called between looks.
     """
     watch, collectives, begin_s = job.watch, kind.looks > 1, time.monotonic()
     looks = look_at(watch.targets(), None, collectives=collectives, quiet=quiet, deadline_s=kind.look_s)
@@ -142,12 +142,12 @@ def observe(
     timeline: Timeline | None = None,
     for_finding: bool = False,
 ) -> DraftBundle:
-    """Takes evidence of an unsuspected job.
+    """Takes evidence on a job that isn't suspected.
 
-    Raises Cancelled, unless the kind has a budget: then it uses the samples taken so far.
+    Raises Cancelled, unless the kind of incident has a time budget: then uses the samples taken so far.
 
     Args:
-        stall_s: Time without progress; None: measure it.
+        stall_s: Time without progress; if None, it is measured.
     """
     snapshot, before = job.snapshot(), job.watch.marks()
     looks = look(kind, job, at)
@@ -177,9 +177,9 @@ def observe(
 
 
 def interrupt(job: JobView, frozen_s: float, usual_s: float, now: float) -> Incident[Report | None]:
-    """Takes evidence of a frozen job at Ctrl-C, before the signal reaches the ranks.
+    """Takes evidence on a frozen job after Ctrl-C, before the signal reaches the ranks.
 
-    The signal waits up to ``HOLD_S``; then the verdict uses the samples taken so far.
+    The signal is delayed by at most ``HOLD_S``; then the verdict uses the samples taken so far.
 
     Args:
         frozen_s: Time since the last step of any rank.

@@ -1,7 +1,7 @@
-"""Rounds in which all nodes submit evidence, and one decides or answers.
+"""Rounds in which all nodes submit evidence, and one node decides or answers.
 
-Hangs, crashes, dumps and add-on services differ in which node judges, how long it waits for the others, and what ends
-the round without a decision.
+Hangs, crashes, dumps and add-on services differ in which node judges, how long it waits for the other nodes, and what
+ends the round without a decision.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class Rounds:
         Returns None if the job moves after all.
 
         Args:
-            root: Bundle of this node; its small files are submitted too.
-            moves: Returns True once a rank of this node has made a step.
-            overdue: End the job even if some ranks are unseen.
+            root: This node's bundle; its small files are submitted, too.
+            moves: Function that returns True once a rank of this node has completed a step.
+            overdue: Whether to end the job even if some ranks are unseen.
         """
         nodes = node_count(self._channel.view.page)
         files = small_files(root, records=1 < nodes <= FEW) if root is not None else {}
@@ -152,8 +152,8 @@ class Rounds:
     def all_agree(self, incident: int, moves: Callable[[], bool] = lambda: False) -> bool:
         """Waits until all nodes know the decision. Returns False if it became void.
 
-        No node acts earlier, as one node's action ends ranks on others, and perhaps the store. The decision is void if
-        torchrun restarts ranks or a rank moves.
+        No node acts earlier, because one node's action ends ranks on other nodes, and perhaps the store. The decision
+        becomes void if torchrun restarts ranks or a rank moves.
         """
         until = time.monotonic() + AGREED_S
         while time.monotonic() < until:
@@ -185,7 +185,7 @@ class Rounds:
         self._channel.withdraw("crash")
 
     def announce_restart(self) -> str:
-        """Announces that torchrun will restart healthy ranks of this node; returns the reason."""
+        """Announces that torchrun will restart healthy ranks of this node. Returns the reason for the restart."""
         self._channel.update(restarting=True)
         troubles = self._channel.view.status.troubles
         return f"on another node, {troubles[0]}" if troubles else "nodes have joined or left"
@@ -193,7 +193,8 @@ class Rounds:
     def decide_crash(self, local: Evidence) -> Agreement:
         """Returns the common verdict about a failure on this node, after a little more than ``CRASH_S``.
 
-        A node with a root failure judges, or the leader without one. The first stored verdict counts.
+        A node with a root failure judges; if there is no root failure, the leader judges. The first verdict stored
+        counts.
         """
         if self._past is None:
             return Agreement()
@@ -245,10 +246,10 @@ class Rounds:
     def _decide_together(
         self, round_: Round, own: Callable[[], Evidence], chunks: list[bytes], course: _Course
     ) -> Agreement | None:
-        """Submits ``chunks`` and returns the decision, if any.
+        """Submits ``chunks`` and returns the decision; None if there is none.
 
         Args:
-            own: Returns this node's evidence at the time of judging.
+            own: Function that returns this node's evidence at the time of judging.
         """
         channel, begin_s = self._channel, time.monotonic()
         own_verdict: _SharedVerdict | None = None
@@ -306,7 +307,7 @@ class Rounds:
     def asking(self, question: NodeQuestion) -> Iterator[Callable[[threading.Event], Submissions]]:
         """Sends a question to all nodes.
 
-        Yields a function that waits for the answers, at most ``PEERS_ANSWER_S`` or until a stop.
+        Yields a function that waits for the answers, for at most ``PEERS_ANSWER_S`` or until its event is set.
         """
         if not self.has_peers:
             yield lambda stop: Submissions(missing=0)
@@ -341,7 +342,7 @@ class Rounds:
         return any(question.kind == "dump" for question in self._new().values())
 
     def next_question(self, now: float) -> tuple[Round, NodeQuestion] | None:
-        """Returns another node's open question, dumps first."""
+        """Returns an open question from another node, dumps first; None if there is none."""
         new = self._new() if now >= self._next_s else {}
         if not new:
             return None
@@ -368,9 +369,9 @@ class Rounds:
 
 
 def with_answer(evidence: Evidence, *, overdue: bool) -> Evidence:
-    """Adds the common answer: proved dead, or the answer of the node that knows the least.
+    """Adds the common answer: proved dead, or else the answer of the node that knows least.
 
-    Without a proof, the job ends only if that node ends it or, with a rank missing, once ``overdue``.
+    If there is no proof, the job ends only if that node ends it or, if a rank is missing, once ``overdue``.
     """
     if evidence.answer in (None, "unknown") and proves(evidence):
         return replace(evidence, answer="dead", outcome="hang")

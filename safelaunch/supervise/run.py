@@ -1,4 +1,4 @@
-"""Runs one job from start to end. Code before its start is kept light."""
+"""Runs one job from start to end. Code that runs before the job starts is kept light."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class _RunEnd:
 
 
 def run(plan: Plan, resources: JobResources, again: Again | None = None) -> int:
-    """Starts the job of ``plan`` and returns its exit code. Raises OSError if it can't start.
+    """Runs the job of ``plan`` and returns its exit code. Raises OSError if it can't be started.
 
     Args:
-        resources: Leased until no process of the job is left.
-        again: Leases another port, if a program without a lease took this one.
+        resources: GPUs and ports, leased until no process of the job is left.
+        again: Function that leases another port, if a program without a lease took this one.
     """
     mask = process.block_signals()
     try:
@@ -120,7 +120,7 @@ def _guardian(
 def _start_without(
     plan: Plan, env: Mapping[str, str], mask: frozenset[signal.Signals], resources: JobResources
 ) -> ProcessId:
-    """Starts the job without a guardian: the job keeps its leases if safelaunch is killed."""
+    """Starts the job without a guardian. The job itself keeps its leases if safelaunch is killed."""
     for descriptor in resources.descriptors:
         os.set_inheritable(descriptor, True)
     pid = process.start(plan.argv, env, mask)
@@ -129,7 +129,7 @@ def _start_without(
 
 
 def directory_for(plan: Plan) -> RunPaths | None:
-    """Creates the run directory; None if the job isn't, or can't be, watched."""
+    """Creates the run directory. Returns None if the job isn't watched, or can't be."""
     if not plan.watched:
         return None
     try:

@@ -28,7 +28,7 @@ class _ServiceRequest:
 
 
 class Services:
-    """Serves one request at a time, on each node for its own ranks. Nothing blocks."""
+    """Serves one request at a time; each node serves it for its own ranks. No method blocks."""
 
     def __init__(self, job: JobView) -> None:
         self._job = job
@@ -36,7 +36,7 @@ class Services:
         self._for_another: Incident[None] | None = None
 
     def ask(self, request: ControlRequest, client: Client) -> None:
-        """Begins a request, joins an equal one, or refuses it."""
+        """Begins a request, joins an identical one that is in progress, or refuses it."""
         service = addons.service(request.command)
         if service is None:
             client.answer(ServiceAnswer(problem=f"this run has no add-on for {request.command[:40]!r}"))
@@ -91,7 +91,7 @@ class Services:
         return self._for_another
 
     def _answer_node(self, round_: Round, question: NodeQuestion, at: Incident[None]) -> None:
-        """Answers with nothing if this node lacks that version of the add-on."""
+        """Answers a request from another node. The answer is empty if this node lacks that version of the add-on."""
         rounds, service = self._job.council.rounds, addons.service(question.kind)
         try:
             ask = from_msgpack(question.ask, service.ask) if service is not None else None
@@ -105,7 +105,7 @@ class Services:
         rounds.answer_part(round_, service, part)
 
     def _everywhere(self, service: Service[Any, Any], ask: Any, at: Incident[Any]) -> Any:
-        """Returns all nodes' merged answer, reduced to a client's limit."""
+        """Returns the merged answer of all nodes, reduced to the size that a client accepts."""
         question = NodeQuestion(0, service.name, msgspec.msgpack.encode(ask))
         with self._job.council.rounds.asking(question) as answers:
             own = service.here(ask, self._job, at.cancelled)

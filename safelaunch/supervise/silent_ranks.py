@@ -1,4 +1,4 @@
-"""Finds out, in a thread, what silent ranks do."""
+"""Determines, in a thread, what silent ranks are doing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SilentRanks:
         return self._looking is not None
 
     def ask(self, silent: Mapping[int, float], targets: Sequence[Target], now: float) -> None:
-        """Looks at ranks that are newly silent. ``silent`` has each rank's newest progress."""
+        """Looks at ranks that have become silent. ``silent`` has the time of each rank's newest progress."""
         if self.busy:
             return
         new = {
@@ -45,7 +45,7 @@ class SilentRanks:
             self._looking = (BackgroundTask("silent ranks", lambda: self._look(wanted)), new)
 
     def words(self, rank: int, mark_s: float) -> str:
-        """Returns the rank's activity; empty if unknown, or if it made progress since."""
+        """Returns the rank's activity; empty if unknown, or if the rank has made progress since."""
         self._take()
         sight = self._seen.get(rank)
         return sight.words if sight is not None and sight.mark_s == mark_s else ""
@@ -68,7 +68,7 @@ _BLOCKED = {"T": "is stopped", "t": "is stopped by a tracer", "D": "is blocked i
 
 
 def activity_of(look: RankLook | None) -> str:
-    """Describes a rank (``waits in all_reduce at train.py:18``), or what keeps it from running."""
+    """Describes what a rank is doing (``waits in all_reduce at train.py:18``), or what keeps it from running."""
     from safelaunch.stacks.calls import torch_wait
     from safelaunch.stacks.frames import Stack, at, place, python_frames
 

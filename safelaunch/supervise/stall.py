@@ -1,4 +1,4 @@
-"""One stall, from its first sign to its bundle: two looks, a judgement, and the action (see ``watch.stall``)."""
+"""Handles a stall, from its first sign to its bundle: two looks, a judgement, and the action (see ``watch.stall``)."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class _Suspect:
 
 
 class StallCase:
-    """One stall: suspicion → two looks → judgement → bundle. ``advance`` runs on every tick and never blocks.
+    """A stall: suspicion → two looks → judgement → bundle. ``advance`` runs on every tick and never blocks.
 
-    A supervisor that sees only some ranks can't prove a hang. If the supervisors of all nodes can communicate, all look
-    and vote, and one judges the merged evidence. Otherwise this one acts only at --max-stall.
+    A supervisor that sees only some ranks can't prove a hang. If the supervisors of all nodes can communicate, all of
+    them look and vote, and one judges the merged evidence. Otherwise, this supervisor acts only at --max-stall.
     """
 
     def __init__(self, job: JobView) -> None:
@@ -176,7 +176,7 @@ class StallCase:
         self._begin(_Suspicion(stall, threshold, timeline, self._watch.policy.confirm_s))
 
     def _look_for_others(self, now: float) -> None:
-        """Joins a look of all nodes, or votes against an end during a rank's timed phase."""
+        """Joins a look of all nodes; during a rank's timed phase, votes against ending the job instead."""
         stall = self._watch.current_stall(now)
         if stall is None or (stall.phase and stall.stalled_s < stall.threshold_s):
             self._council.join_call()
@@ -198,7 +198,7 @@ class StallCase:
         return threshold.why
 
     def _look_closer(self, suspicion: _Suspicion, closer: Incident[_LookResult]) -> _LookResult:
-        """Looks in a thread, and again when all nodes are called, so that they look at the same time."""
+        """Looks in a thread. Looks again when all nodes are called, so that they look at the same time."""
         if suspicion.own and self._council.suspect(suspicion.window_s):
             outcome = self._await_call(suspicion, closer)
             if outcome is not None:
@@ -362,7 +362,7 @@ class StallCase:
         self._writing = Incident("bundle", write)
 
     def _write_with_all(self, suspicion: _Suspicion, looks: Looks, judgement: Judgement, now: float) -> None:
-        """Writes the bundle of a stall that all nodes judge, without stopping a process."""
+        """Writes the bundle of a stall that all nodes judge. Doesn't stop any process."""
         collect = self._collecting(suspicion, looks, judgement, SUSPECT, now)
         queries, spare = self._council.queries_nccl, self._council.why_ranks_must_live
         ends = self._is_at_limit(suspicion.stall, judgement)
@@ -451,7 +451,7 @@ class StallCase:
         return "no proof of a hang" if self._job.is_whole else "no proof of a hang on this node"
 
     def _limit(self, stall: Stall, judgement: Judgement) -> str:
-        """Names the limit at which the job ends without a proof; empty if only the nodes' agreement ends it."""
+        """Names the limit at which the job ends without a proof; empty if only an agreement of the nodes ends it."""
         policy = self._watch.policy
         if policy.is_given(stall) and judgement.condition == "unknown":
             at_start = stall.before_first_step and not policy.has_one_limit

@@ -1,6 +1,7 @@
 """Answers requests for a live run's status.
 
-GPU memory, silent ranks and other nodes take a moment to read: an answer has what is there, the next one the rest.
+GPU memory, silent ranks and other nodes take a moment to read. An answer contains the facts that are available by then;
+the next answer contains the rest.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class StatusRequests:
         self.tick(now)
 
     def tick(self, now: float) -> None:
-        """Answers clients, perhaps after waiting for other nodes' lines and a look."""
+        """Answers clients, possibly after waiting for a look and for the other nodes' lines."""
         self._sample(now)
         waiting = []
         for client, since_s in self._asking:
@@ -168,7 +169,7 @@ _STATES = {"started": "starting", "torch": "running", "exception": "failed"}
 def state_of(progress: Progress) -> str:
     """Returns a rank's state: ``starting``, ``running``, ``paused``, ``failed`` or ``exited``.
 
-    A rank without torch counts as running once it steps or names a phase.
+    A rank without torch counts as running once it marks a step or names a phase.
     """
     if progress.paused:
         return "paused"

@@ -1,7 +1,7 @@
 """Finds the rank that arrives last at most collectives.
 
-All ranks of a synchronous job step at the slowest one's pace, so step counts show no straggler. Its share of last
-arrivals does, with its peers' waits.
+All ranks of a synchronous job step at the pace of the slowest rank, so step counts don't reveal a straggler. But it is
+often the last to arrive, and its peers wait for it.
 """
 
 from __future__ import annotations

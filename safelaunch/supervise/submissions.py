@@ -39,7 +39,7 @@ def read_evidence(submissions: Submissions, host: str) -> PeerEvidence:
 
 
 def read_parts(submissions: Submissions, service: Service[Any, Part]) -> tuple[list[Part], list[str]]:
-    """Returns other nodes' parts of a service, with notes about unreadable ones."""
+    """Returns other nodes' parts of a service, with notes about unreadable parts."""
     parts: list[Part] = []
     notes: list[str] = []
     for slot, chunks in sorted(submissions.chunks.items()):
@@ -80,6 +80,6 @@ def small_files(root: Path, *, records: bool) -> dict[str, bytes]:
 
 
 def distinct_name(name: str, slot: int, taken: set[str]) -> str:
-    """Adds the slot to ``node/<host>/...`` if another node has the same host name."""
+    """Returns ``name``, with the slot added to ``node/<host>/...`` if another node has the same host name."""
     parts = name.split("/")
     return "/".join([parts[0], f"{parts[1]}-{slot}", *parts[2:]]) if parts[0] == "node" and parts[1] in taken else name

@@ -1,1 +1,1 @@
-"""Detects when a job has stopped making progress. Pure, except for ``progress``, which reads the ranks' pages."""
+"""Detects when a job has stopped making progress. Only ``progress`` has side effects: it reads the ranks' pages."""

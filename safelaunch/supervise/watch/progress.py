@@ -38,7 +38,7 @@ def policy_of(settings: Settings) -> stall.Policy:
 
 
 def bounds_of(settings: Settings) -> rhythm.ThresholdBounds | None:
-    """Returns the learned threshold's bounds; None if the user fixed it."""
+    """Returns the bounds of the learned threshold; None if the user set a fixed threshold."""
     if settings.stall_timeout_s is not None:
         return None
     floor_s = settings.stall_floor_s
@@ -158,12 +158,12 @@ class Watch:
 
     @property
     def usual_step_s(self) -> float:
-        """Median of recent steps; 0 while unknown."""
+        """Returns the median duration of recent steps; 0 if unknown."""
         return rhythm.usual_s(self._step_rhythm)[0]
 
     @property
     def has_pulse_only(self) -> bool:
-        """True if no rank has marked a step, so that collectives are the only visible progress."""
+        """True if no rank has marked a step, so collectives are the only visible progress."""
         return bool(self.last_progress) and all(p.step is None for p in self.last_progress.values())
 
     @property
@@ -234,7 +234,7 @@ class Watch:
 
     @property
     def paused(self) -> dict[int, float]:
-        """Ranks that pause the watch, with the start of each pause."""
+        """Returns the ranks that pause the watch, with the start of each pause."""
         return {mark.rank: mark.phase_since_s for mark in self._marks if mark.paused and not mark.exited}
 
     @property
@@ -251,7 +251,7 @@ class Watch:
     def current_stall(self, now: float) -> stall.Stall | None:
         """Returns the slowest rank's time without progress, even if short; None if no rank can be judged.
 
-        Ranks without a beacon count, because others might wait for them.
+        Ranks without a beacon count, because other ranks might be waiting for them.
         """
         pulse_s = self._pulse.last_s or 0.0
         marks = [self._mark(progress, now, pulse_s) for progress in self.last_progress.values()]
@@ -262,7 +262,7 @@ class Watch:
         return stall.slowest(tuple(marks), self.policy, 0.0, now)
 
     def spell(self, now: float) -> quiet.Spell | None:
-        """Returns the current quiet time; None if no rank can be judged, or one announced it."""
+        """Returns the current time without progress; None if no rank can be judged, or if a rank announced it."""
         live = [mark for mark in self._marks if not mark.exited]
         if any(mark.paused or (mark.phase and mark.phase_timeout_s) for mark in live):
             return None
@@ -308,7 +308,7 @@ class Watch:
 
     @property
     def quiet(self) -> Counters | None:
-        """Counters from soon after the job became quiet, if known."""
+        """Returns the counters read soon after the job became quiet; None if unknown."""
         return self._quiet[1] if self._quiet is not None and self._quiet[0] == self._slowest_s else None
 
     @property
@@ -320,7 +320,7 @@ class Watch:
         self._quiet = (self._slowest_s, used)
 
     def drop_quiet_counters(self) -> None:
-        """Forgets the counters after a look, because responding to it isn't work."""
+        """Forgets the quiet job's counters after a look, because a rank's response to the look isn't work."""
         self._quiet = None
 
     def reset(self, now: float) -> None:
@@ -347,7 +347,7 @@ class Watch:
         return tuple(worker for rank, worker in sorted(self.roster.workers.items()) if rank not in pages)
 
     def acknowledge(self, *, agent: bool = True) -> None:
-        """Releases ranks and agent, which wait while safelaunch looks at their peers."""
+        """Releases the ranks and the agent, which wait while safelaunch looks at their peers."""
         for page in self.roster.pages().values():
             if page.read().exception_ns:
                 page.acknowledge()
@@ -361,20 +361,20 @@ class Watch:
 
     @property
     def unseen(self) -> tuple[int, ...]:
-        """Ranks of other nodes."""
+        """Returns the ranks of other nodes."""
         local = {*self._pages, *self.roster.workers, *self._damaged}
         return tuple(rank for rank in range(self.world_size) if rank not in local)
 
     @property
     def own_ranks(self) -> tuple[int, ...]:
-        """Ranks of this node; empty until the world size is known."""
+        """Returns the ranks of this node; empty until the world size is known."""
         if not (self.last_progress or self.roster.world_size):
             return ()
         unseen = set(self.unseen)
         return tuple(rank for rank in range(self.world_size) if rank not in unseen)
 
     def quiet_s(self, now: float) -> float:
-        """Returns seconds since the last step if unusually long, else 0."""
+        """Returns the seconds since the last step if that is unusually long, else 0."""
         stepping = [progress for progress in self.last_progress.values() if progress.last_step_ns]
         slowest = min(stepping, key=lambda progress: progress.last_step_ns, default=None)
         if slowest is None:
@@ -384,7 +384,7 @@ class Watch:
         return waited_s if waited_s > max(QUIET_S, QUIET_TIMES * usual_s) else 0.0
 
     def missed_s(self, now: float) -> float:
-        """Returns the length of this supervisor's own interruption, if recent, else 0."""
+        """Returns how long this supervisor itself was interrupted, if that was recent; else 0."""
         until_s, seconds = self._gap
         return seconds if now - until_s < MISSED_S else 0.0
 
@@ -396,7 +396,7 @@ class Watch:
         return {rank: page.read().last_step_ns for rank, page in self._pages.items()}
 
     def marks(self) -> dict[int, tuple[int, int, int, int]]:
-        """Returns each rank's marks; any change is progress."""
+        """Returns each rank's marks. Any change in them is progress."""
         return {rank: page.marks() for rank, page in self.roster.pages().items()}
 
     def mark_s(self, progress: Progress) -> float:

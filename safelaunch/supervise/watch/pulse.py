@@ -1,4 +1,4 @@
-"""Recurring collectives as the progress of a job that marks no steps. Pure."""
+"""Uses recurring collectives as the progress of a job that marks no steps. Has no side effects."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PERIOD_S = (0.5, 15.0)
 class Pulse:
     """Recurring collectives of a job that marks no steps.
 
-    A start also has collectives (a broadcast of parameters, a barrier), and then a long silence. So the job's loop
-    begins only after many looks, some time apart, found new ones.
+    A job's start also has collectives (a broadcast of parameters, a barrier), followed by a long silence. So the job
+    counts as being in its loop only after many looks, some time apart, found new collectives.
     """
 
     newest: Mapping[int, int] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Pulse:
         return max(self.seen_s.values(), default=None)
 
     def after_look(self, newest: Mapping[int, int], now: float) -> Pulse:
-        """Adds a look; ``newest`` lacks ranks that didn't respond."""
+        """Adds a look. ``newest`` lacks the ranks that didn't respond."""
         news = {rank: number for rank, number in newest.items() if number > self.newest.get(rank, -1)}
         if not news:
             return self
@@ -51,7 +51,7 @@ class Pulse:
         return self.beats >= (LOOP_AFTER if limits.bounds is not None else LOOP_AFTER_EXPLICIT)
 
     def threshold(self, limits: PulseLimits, cap_s: float | None) -> Threshold:
-        """Returns the limit of the time without a collective. See ``rhythm.cap_of`` for ``cap_s``."""
+        """Returns how long the job can go without a collective. See ``rhythm.cap_of`` for ``cap_s``."""
         if not self.is_in_loop(limits):
             return Threshold(limits.startup_s, "before the first step")
         seconds = limits.least_s
@@ -75,6 +75,6 @@ class PulseLimits:
 
     @property
     def period_s(self) -> float:
-        """Time between looks: for each, every rank's worker server writes a dump."""
+        """Returns the time between looks. It is long because every rank's worker server writes a dump for each look."""
         least, most = PERIOD_S
         return min(most, max(least, min(self.startup_s, self.least_s) / LOOKS_PER_THRESHOLD))

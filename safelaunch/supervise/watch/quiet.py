@@ -1,8 +1,8 @@
-"""Decides when a quiet job deserves an early look, long before the threshold. Pure.
+"""Decides when a quiet job deserves an early look, long before the threshold. Has no side effects.
 
-A look costs a rank only milliseconds, so it comes after a few of the longest recent steps. If earlier quiet spells
-ended by themselves (an evaluation, a checkpoint), this one must outlast them. More looks follow at growing intervals.
-Times are seconds of CLOCK_MONOTONIC.
+A look costs a rank only milliseconds, so it comes as soon as the quiet has lasted a few times as long as the longest
+recent step. If earlier quiet spells ended by themselves (an evaluation, a checkpoint), this one must outlast them. More
+looks follow at growing intervals. Times are seconds of CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class QuietHistory:
 
 
 def follow(quiet: QuietHistory, spell: Spell | None, now: float) -> QuietHistory:
-    """Adds the current spell; None if no rank can be judged or one announced it."""
+    """Adds the current spell, which is None if no rank can be judged or if a rank announced the quiet."""
     if spell is None:
         return replace(quiet, begin_s=0.0, looks=(), excused_s=now)
     if spell.stage != quiet.stage:  # a start's length says nothing about training
@@ -78,7 +78,7 @@ def _remembering(quiet: QuietHistory, ended: EndedSpell) -> QuietHistory:
 
 
 def is_quiet(age_s: float, usual_s: float) -> bool:
-    """Returns whether a time without a step is worth mentioning; False for an unknown usual step (0)."""
+    """Returns whether a time without a step is worth mentioning; False if the usual step is unknown (0)."""
     return bool(usual_s) and age_s > max(FEW_S, FEW_STEPS * usual_s)
 
 
@@ -100,7 +100,7 @@ def _outlasting_s(quiet: QuietHistory, now: float) -> float:
 
 
 def frozen_s(quiet: QuietHistory | None, spell: Spell | None, now: float) -> float:
-    """Returns how long the job has been frozen; 0 if it isn't, or that is unknown."""
+    """Returns how long the job has been frozen; 0 if it isn't frozen, or if that is unknown."""
     if spell is None or not spell.usual_s:
         return 0.0
     begin_s = max(spell.since_s, quiet.excused_s if quiet is not None else 0.0)

@@ -1,4 +1,4 @@
-"""Decides if a restart is worthwhile: a failure that came back at the same step and place will recur. Pure."""
+"""Decides whether a restart is worthwhile: a failure that recurred at the same step and place will recur again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from safelaunch.model import Evidence, Verdict
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailure:
-    """Comparable facts of an attempt's end. Ranks are left out, as a restart can renumber them."""
+    """Facts about an attempt's end that can be compared. They leave out ranks, because a restart can renumber them."""
 
     outcome: str
     cause: str
@@ -20,7 +20,7 @@ class AttemptFailure:
 
 
 def failure_of(verdict: Verdict, steps: tuple[int, ...]) -> AttemptFailure:
-    """Returns the failure in a verdict. ``steps`` counts if there is no culprit."""
+    """Returns the failure in a verdict. ``steps`` is used if no culprit has a step."""
     named = [culprit.step for culprit in verdict.culprits if culprit.step is not None]
     frames = [culprit.frame for culprit in verdict.culprits if culprit.frame is not None]
     return AttemptFailure(
@@ -33,7 +33,7 @@ def failure_of(verdict: Verdict, steps: tuple[int, ...]) -> AttemptFailure:
 
 @dataclass(frozen=True, slots=True)
 class FailureKey:
-    """Facts that the same failure has in other attempts, at any step."""
+    """Facts by which a failure is recognized in other attempts, at any step."""
 
     outcome: str
     cause: str
@@ -44,7 +44,10 @@ class FailureKey:
 
 
 def failure_key(verdict: Verdict, evidence: Evidence) -> FailureKey | None:
-    """Returns the failure's key; None without a line, as two of these might differ."""
+    """Returns the failure's key; None if its source line is unknown.
+
+    Two failures without a line might have different causes.
+    """
     if not verdict.culprits or any(culprit.frame is None for culprit in verdict.culprits):
         return None
     culprits = frozenset(
@@ -66,7 +69,7 @@ def failure_key(verdict: Verdict, evidence: Evidence) -> FailureKey | None:
 
 
 def why_give_up(earlier: tuple[AttemptFailure, ...], new: AttemptFailure) -> str:
-    """Returns why another attempt isn't worthwhile, or ""."""
+    """Returns why another attempt isn't worthwhile, or "" if it is."""
     if not earlier or earlier[-1] != new:
         return ""
     step = f"step {new.step}" if new.step is not None else "before the first step"

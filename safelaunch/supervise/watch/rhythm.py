@@ -1,9 +1,9 @@
-"""Learns from a job's steps how long it can go without one. Pure. Times are seconds of CLOCK_MONOTONIC.
+"""Learns from a job's steps how long it can go without one. Has no side effects. Times are seconds of CLOCK_MONOTONIC.
 
 The learned quantity is how long the slowest stepping rank's mark stays unchanged, as in the watch. Ordinary steps go
-into a histogram that forgets, because steps change (a curriculum, a growing batch). Much longer pauses form a rhythm if
-they repeat every N steps or seconds, and are expected only when it is due. Other pauses count from the second, because
-a single accident must not blind the watch.
+into a histogram that forgets old ones, because the length of steps changes (a curriculum, a growing batch). Much longer
+pauses form a rhythm if they repeat every N steps or seconds, and are expected only when the next one is due. Other
+pauses count only from the second one on, because a single accident must not blind the watch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SECONDS_OFF_LEAST = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ThresholdBounds:
-    """Bounds of the learned threshold; ``initial_s`` applies before enough steps are known."""
+    """Bounds of the learned threshold. ``initial_s`` applies until enough steps are known."""
 
     floor_s: float = 60.0
     ceiling_s: float = 1800.0
@@ -51,7 +51,7 @@ class ThresholdBounds:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Long time without a step, which began after ``step`` at ``at_s``."""
+    """A long time without a step, which began at ``at_s``, after ``step``."""
 
     step: int
     at_s: float
@@ -95,10 +95,12 @@ NONE = Threshold(0.0, "")
 
 
 def learn(rhythm: StepRhythm, step: int, mark_s: float, now: float, *, excused: bool = False) -> StepRhythm:
-    """Adds the slowest rank's ``step``, made at ``mark_s`` and seen at ``now``.
+    """Records that the slowest rank completed ``step`` at ``mark_s``, as seen at ``now``.
 
     Args:
-        excused: Ignore the time since the last mark: a pause, a timed phase, or a restart of the clock.
+        excused: Whether to ignore the time since the last mark, because it includes a pause, a timed phase, or a
+            restart
+            of the clock.
     """
     if rhythm.last_step is None or excused or step < rhythm.last_step or mark_s < rhythm.last_s:
         started = rhythm.begun_s or mark_s
@@ -133,8 +135,8 @@ def threshold(rhythm: StepRhythm, bounds: ThresholdBounds, *, cap_s: float | Non
 def cap_of(timeout_s: float, floor_s: float) -> float:
     """Returns the upper limit of the threshold, given the default group's timeout.
 
-    It is below the floor only if the timeout is: otherwise, a short timeout would make every pause suspicious. Other
-    groups, such as a health check's, say nothing about the job's steps.
+    The limit is below the floor only if the timeout is: otherwise, a short timeout would make every pause suspicious.
+    Other groups, such as a health check's, say nothing about the job's steps.
     """
     part_s = CAP_PART * timeout_s
     return part_s if timeout_s < floor_s else max(part_s, floor_s)
@@ -179,7 +181,7 @@ def _add(rhythm: StepRhythm, seconds: float, count: int) -> StepRhythm:
 
 
 def quantile_s(rhythm: StepRhythm, part: float = QUANTILE) -> float:
-    """Returns the upper edge of the quantile's bucket; 0 without steps."""
+    """Returns the upper edge of the quantile's bucket; 0 if there are no steps."""
     total = sum(rhythm.weights)
     if not total:
         return 0.0
@@ -192,7 +194,7 @@ def quantile_s(rhythm: StepRhythm, part: float = QUANTILE) -> float:
 
 
 def usual_s(rhythm: StepRhythm) -> tuple[float, float]:
-    """Returns the median and longest recent step; zeros if unknown."""
+    """Returns the duration of the median and of the longest recent step; zeros if unknown."""
     if rhythm.count <= WARM_UP:
         return 0.0, 0.0
     return quantile_s(rhythm, 0.5), quantile_s(rhythm)
@@ -208,7 +210,7 @@ def _stands_out(rhythm: StepRhythm, seconds: float) -> bool:
 
 
 def due_pause(rhythm: StepRhythm, step: int, at_s: float) -> tuple[float, str] | None:
-    """Returns the pause that is due after ``step`` at ``at_s``: its length, and its rhythm in words."""
+    """Returns the length of the pause that is due after ``step`` at ``at_s``, and its rhythm in words; else None."""
     origin = Pause(rhythm.begun_step, rhythm.begun_s, 0.0)
     best: tuple[float, str] | None = None
     for first, second in combinations((origin, *rhythm.pauses), 2):
@@ -224,9 +226,9 @@ def due_pause(rhythm: StepRhythm, step: int, at_s: float) -> tuple[float, str] |
 
 
 def _rhythm_words(first: Pause, second: Pause, step: int, at_s: float, beats: int = 3) -> str:
-    """Describes the rhythm of two pauses if it is due again, after one or a few periods; else "".
+    """Describes the rhythm of two pauses if the next pause is due, after one or a few periods; else "".
 
-    A single pause since the job's start is weak evidence: only the next beat counts (``beats`` 1).
+    If the job has had a single pause since its start, the evidence is weak, so only the next beat counts (``beats`` 1).
     """
     period = second.step - first.step
     if period > 1:

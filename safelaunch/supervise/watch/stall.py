@@ -1,4 +1,4 @@
-"""Detects when a job has stopped making progress: a state machine over the ranks' marks (pure).
+"""Detects when a job has stopped making progress: a state machine over the ranks' marks, without side effects.
 
 ``tick`` gets the marks several times a second and emits *suspect*. The caller then looks twice at stacks and process
 states, and passes the job's condition to ``conclude``. ``ends_after_s`` is the table of consequences. The slowest
@@ -22,7 +22,7 @@ CLOCK_GAP_S = 5.0
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """Thresholds in seconds. ``*_given`` says that the user set it."""
+    """Thresholds in seconds. ``*_given`` fields say whether the user set them."""
 
     stall_s: float
     startup_s: float
@@ -95,7 +95,7 @@ class StallEvent:
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Shortest timeout of the groups that ranks wait in, as an age of the stall in seconds."""
+    """The shortest timeout of the groups that ranks wait in, expressed as the age of the stall in seconds."""
 
     abort_s: float | None = None  # when torch aborts the job
     raises: bool = False  # torch only raises an error, which the script can handle
@@ -116,7 +116,7 @@ def initial_state(now: float) -> DetectorState:
 
 
 def slowest(marks: tuple[ProgressMark, ...], policy: Policy, base_s: float, now: float) -> Stall | None:
-    """Returns the slowest rank's stall; None if no rank is judged."""
+    """Returns the stall of the slowest rank; None if no rank can be judged."""
     live = [mark for mark in marks if not mark.exited]
     if not live or any(mark.paused for mark in live):
         return None
@@ -149,7 +149,12 @@ def _mark_s(mark: ProgressMark, base_s: float) -> float:
 def tick(
     state: DetectorState, marks: tuple[ProgressMark, ...], policy: Policy, now: float
 ) -> tuple[DetectorState, StallEvent | None]:
-    """Processes the ranks' marks. Emits ``suspect`` (look closer), ``recovered`` or ``clock-restarted``."""
+    """Processes the ranks' marks.
+
+    Returns the new state and an event: ``suspect``, ``recovered`` or ``clock-restarted``.
+
+    ``suspect`` asks the caller for a closer look.
+    """
     if now - state.last_tick_s > CLOCK_GAP_S and state.status is not Status.HUNG:
         return DetectorState(base_s=now, last_tick_s=now), StallEvent("clock-restarted")
     covers = frozenset((m.rank, m.phase_since_s) for m in marks if m.paused or (m.phase and m.phase_timeout_s))
@@ -182,9 +187,9 @@ def _base_s(state: DetectorState, covers: frozenset[tuple[int, float]], policy: 
 
 
 def ends_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -> float | None:
-    """Returns the longest time without progress before the job ends, if it does.
+    """Returns after how much time without progress the job ends; None if it continues.
 
-    It ends if it is proved dead, if the user's limit says so, or shortly before torch would end it.
+    The job ends if it is proved dead, if the user's limit says so, or shortly before torch would end it.
     """
     threshold_s = stall.threshold_s
     by_user = policy.is_given(stall)
@@ -205,7 +210,10 @@ def idle_s(state: DetectorState, policy: Policy, stall: Stall, answer: Answer, n
 
 
 def suspect_after_s(policy: Policy, stall: Stall, answer: Answer, limits: Limits) -> float | None:
-    """Returns when the continuing job gets a bundle; None if the user's threshold decides."""
+    """Returns after how much time without progress a bundle is written although the job continues.
+
+    None if the user's threshold decides.
+    """
     if policy.is_given(stall):
         return None
     if answer != "alive":
@@ -220,7 +228,7 @@ ALIVE_BUNDLE_S = 1800.0
 def next_look_after_s(policy: Policy, stall: Stall, now: float) -> float:
     """Returns the time until the next closer look, which costs about a second of CPU.
 
-    It grows to a minute within the first two hours, and to ten minutes later.
+    This time grows to a minute within the first two hours, and to ten minutes later.
     """
     waited_s = now - stall.mark_s
     most_s = min(600.0, max(60.0, waited_s / 120))
@@ -230,9 +238,9 @@ def next_look_after_s(policy: Policy, stall: Stall, now: float) -> float:
 def conclude(
     state: DetectorState, stall: Stall, condition: JobCondition, policy: Policy, now: float, limits: Limits = UNLIMITED
 ) -> tuple[DetectorState, StallEvent | None]:
-    """Processes the closer look's result.
+    """Processes the result of the closer look.
 
-    Emits ``hang``, ``undecided`` (each time), ``recovered`` or ``clock-restarted``; nothing if the clock restarted
+    The event is ``hang``, ``undecided`` (each time), ``recovered`` or ``clock-restarted``; None if the clock restarted
     during the look.
     """
     if state.status is not Status.CONFIRMING:

@@ -8,9 +8,9 @@ MOST_POINTS = 128
 
 
 class Strides:
-    """A bounded sample of a rank's steps with their times, including the newest.
+    """A bounded sample of a rank's steps with their times. Always includes the newest step.
 
-    If full, it drops every second point and then records half as many, so that points stay evenly spread.
+    A full sample drops every second point, and from then on records half as many, so that points stay evenly spread.
     """
 
     __slots__ = ("_every", "_most", "_newest", "_points")

@@ -1,8 +1,8 @@
 """Finds a job's work between two readings of its counters, beyond background activity. Pure.
 
-While the job makes steps, the highest use of each thread, process and connection is learned. Without steps, any larger
+While the job steps, the highest use of each thread, process and connection is learned. When it doesn't step, any larger
 use is work that a rank might be waiting for. A rank's main thread is background only while it waits for its peers or
-its GPU and might spin.
+its GPU, because it might be spinning.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Floor(NamedTuple):
     per_s: float
 
     def within(self, seconds: float, *, awaited: bool = False) -> float:
-        """Returns the most activity in a window of this length that isn't work.
+        """Returns how much activity in a window of this length doesn't count as work.
 
         ``once`` allows for bursts of background work. If a main thread does the work or waits for it (``awaited``),
         ``once`` shrinks with the window, so that a steady pace counts in short windows, too.
@@ -56,7 +56,7 @@ QUEUED_SHARE = 0.25  # share of the time; a thread that waits less for a core is
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Highest use in one window, as two rates, because a long window dilutes a burst."""
+    """The highest use in one window. It is stored as two rates, because a long window dilutes a burst."""
 
     per_s: float = 0.0
     once: float = 0.0
@@ -143,11 +143,11 @@ def find_work(
     foreground: Collection[int] = (),
     waiting: Collection[int] = (),
 ) -> tuple[ObservedWork, ...]:
-    """Returns the work between two readings beyond the background, the strongest first.
+    """Returns the work between two readings that exceeds the background, the strongest first.
 
     Args:
-        foreground: Processes that a rank's main thread waits for: all their work counts.
-        waiting: Ranks' main processes that wait for peers or the GPU.
+        foreground: Processes that a rank's main thread is waiting for; all their work counts.
+        waiting: Main processes of ranks that are waiting for peers or the GPU.
     """
     seconds = after.at_s - before.at_s
     if seconds <= 0:
@@ -179,9 +179,9 @@ def find_work(
 
 
 def _hidden(use: _Use, background: Background, seconds: float) -> float:
-    """Returns the background part of a use, for each connection separately.
+    """Returns how much of a use is background, computed for each connection separately.
 
-    New connections count with their mean, as a job opens most of them in one burst.
+    A new connection is compared with the mean, because a job opens most of its connections in one burst.
     """
     hidden = 0.0
     for what, amount in (use.parts or {use.key: use.amount}).items():
