@@ -194,7 +194,7 @@ def worker_idle(frames: Sequence[Frame]) -> bool:
 
 
 def leaving(frames: Sequence[Frame], *, cut: bool = False) -> str:
-    """Returns which part of its end the main thread is in, after the script ended; empty if the script still runs.
+    """Describes what the main thread does after its script has ended; empty if the script is still running.
 
     ``threading._shutdown`` waits for the remaining threads. Exit handlers are called by the interpreter itself, so
     their stacks, unlike those in a running script, have neither a ``<module>`` frame nor one of ``runpy``.

@@ -25,7 +25,7 @@ GROWTH_SIGMAS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """How much longer one line takes, in seconds per step; in shares of the time if a recording has no steps."""
+    """Time that a line took before and takes now, in seconds per step; in shares if a recording has no steps."""
 
     place: CodeLocation
     frame: Frame | None
