@@ -3,10 +3,10 @@
     safelaunch ── guardian ── torchrun ── ranks ── loader workers, helpers, ...
                      └── processes of the job that lost their parents
 
-The guardian's own code is in ``guarding``. It is the parent of the job and adopts its orphans
-(``PR_SET_CHILD_SUBREAPER``), so all of the job's processes are below it, even if they daemonized or started new
-sessions. It acts only if the pipe to the supervisor closes before the supervisor has dismissed it, and only on
-processes below it. After a normal end, the job's daemons survive, as under torchrun.
+The guardian (code in ``guarding``) is the parent of the job and adopts the job's orphans (``PR_SET_CHILD_SUBREAPER``),
+so all of the job's processes are below it, even if they daemonized or started new sessions. It acts only if the pipe to
+the supervisor closes before the supervisor has dismissed it, and only on processes below it. After a normal end, the
+job's daemons survive, as under torchrun.
 
 The table shows what ends after these processes are killed, with and without a control group (``controlgroup``).
 
