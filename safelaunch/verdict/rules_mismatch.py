@@ -12,7 +12,7 @@ from safelaunch.model import Claim, Culprit, Frame
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.diverging_loops import loop_left, loop_returned_from
 from safelaunch.stacks.failures import Fingerprint, fingerprints
-from safelaunch.stacks.source import SourceLoop, loops_at
+from safelaunch.stacks.guards import SourceLoop, loops_at
 from safelaunch.stacks.ways_out import ways_around
 from safelaunch.verdict.blame import wait_claims, waiting_culprit
 from safelaunch.verdict.c10d import describe, fits, number_of, op_name, signature
