@@ -10,7 +10,8 @@ from safelaunch.model.entries import Entries
 from safelaunch.report.rank_rows import range_of
 from safelaunch.report.stacks import frames_at_fault
 from safelaunch.stacks.frames import place, same_line, stack_of
-from safelaunch.stacks.guards import Guard, way_to
+from safelaunch.stacks.guards import Guard, SourceLoop, Step, way_to
+from safelaunch.stacks.source import FUNCTIONS, context, end_of
 from safelaunch.verdict.guarding import whereabouts
 from safelaunch.verdict.phrases import capital
 from safelaunch.verdict.rank_state import CaseFacts
@@ -247,12 +248,13 @@ class _SourceReader:
             return FrameWithSource(frame, ())
         steps = way_to(frame, self.facts.read_source)
         marked = {step.line: step for step in steps if "__name__" not in step.text}
-        return FrameWithSource(
-            frame, tuple(self._lines(source, frame.line, marked, _wanted(source, frame.line, steps, set(marked))))
-        )
+        scope = context(frame, self.facts.read_source).scope
+        function = range(scope.lineno, end_of(scope) + 1) if isinstance(scope, FUNCTIONS) else range(len(source) + 1)
+        wanted = _wanted(source, frame.line, function, steps, set(marked))
+        return FrameWithSource(frame, tuple(self._lines(source, frame.line, marked, wanted)))
 
     def _lines(
-        self, source: Sequence[str], here: int, marked: Mapping[int, Guard], wanted: Sequence[int]
+        self, source: Sequence[str], here: int, marked: Mapping[int, Guard | SourceLoop], wanted: Sequence[int]
     ) -> list[SourceLine]:
         made: list[SourceLine] = []
         for number in wanted:
@@ -273,10 +275,9 @@ def _went_elsewhere(frame: Frame, other: Sequence[Frame]) -> bool:
     return frame not in other and any(caller.function == "<module>" for caller in other)
 
 
-def _wanted(source: Sequence[str], here: int, steps: Sequence[Guard], marked: Set[int]) -> list[int]:
-    """Returns the numbers of the lines to show: around ``here`` in its function, and marked ones."""
-    first, last = _function_around(source, here)
-    wanted = set(range(max(first, here - BEFORE), min(last, here + AFTER) + 1)) | marked | set(_headed(source, steps))
+def _wanted(source: Sequence[str], here: int, function: range, steps: Sequence[Step], marked: Set[int]) -> list[int]:
+    """Returns the numbers of the lines to show: around ``here`` in its ``function``, and marked ones."""
+    wanted = {*range(here - BEFORE, here + AFTER + 1)} & {*function} | marked | {*_headed(source, steps)}
     for number in sorted(wanted):  # show a few more lines instead of a small gap
         following = next((other for other in range(number + 1, number + GAP + 2) if other in wanted), number)
         wanted |= set(range(number, following))
@@ -285,21 +286,7 @@ def _wanted(source: Sequence[str], here: int, steps: Sequence[Guard], marked: Se
     return [number for number in numbers if filled and filled[0] <= number <= filled[-1]]
 
 
-def _function_around(source: Sequence[str], here: int) -> tuple[int, int]:
-    """Returns the first and last line of the function around line ``here``, by indentation; else of the file."""
-    least = _indent(source[here - 1])
-    for number in range(here - 1, 0, -1):
-        indent = _indent(source[number - 1])
-        if 0 <= indent < least:
-            least = indent
-            if source[number - 1].lstrip().startswith(("def ", "async def ")):
-                below = range(here + 1, len(source) + 1)
-                end = next((other for other in below if 0 <= _indent(source[other - 1]) <= indent), len(source) + 1)
-                return number, end - 1
-    return 1, len(source)
-
-
-def _headed(source: Sequence[str], steps: Sequence[Guard]) -> list[int]:
+def _headed(source: Sequence[str], steps: Sequence[Step]) -> list[int]:
     """Returns the ``else`` lines of conditions that weren't met, which the ranks took."""
     numbers = []
     for step in steps:
@@ -318,9 +305,9 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip()) if line.strip() else -1
 
 
-def _note(facts: CaseFacts, step: Guard) -> str:
+def _note(facts: CaseFacts, step: Guard | SourceLoop) -> str:
     """Returns ``leads rank 0 here; keeps ranks 1-3 from here`` if the condition depends on the rank."""
-    if step.loop or not step.depends_on_rank:
+    if not isinstance(step, Guard) or not step.depends_on_rank:
         return ""
     admitted: dict[bool | None, list[int]] = {}
     for rank in facts.ranks:

@@ -11,7 +11,7 @@ from types import NoneType
 from safelaunch.model import Frame
 from safelaunch.stacks import source as src
 from safelaunch.stacks.frames import short, spot
-from safelaunch.stacks.guards import Retry, Step, conditions_to, loops_at
+from safelaunch.stacks.guards import Guard, Retry, conditions_to, loops_at
 from safelaunch.stacks.same_on_ranks import is_same_on_ranks, round_counters, varying_names
 from safelaunch.stacks.source import ReadSource, except_words
 
@@ -20,11 +20,12 @@ _UP_TO_THE_FIRST = frozenset({"any", "all"})
 
 
 @dataclass(frozen=True)
-class Fork:
+class DivergingStacks:
     """Two stacks of user frames, outermost frame first."""
 
     shared: Sequence[Frame]  # frames in which both are at the same lines
     stacks: tuple[Sequence[Frame], Sequence[Frame]]  # the frames below these
+    ways: tuple[list[Guard], ...] = ()  # for each stack, the conditions that only its lines have, outermost first
 
     @property
     def in_function(self) -> bool:
@@ -33,19 +34,11 @@ class Fork:
         return bool(first and other) and spot(first[0])[:2] == spot(other[0])[:2]
 
 
-def fork_of(first: Sequence[Frame], other: Sequence[Frame]) -> Fork:
+def diverge(first: Sequence[Frame], other: Sequence[Frame]) -> DivergingStacks:
     """Returns where two stacks, innermost frame first, diverge."""
     pairs = zip(reversed(first), reversed(other), strict=False)
     depth = len(list(takewhile(lambda pair: spot(pair[0]) == spot(pair[1]), pairs)))
-    return Fork(first[::-1][:depth], (first[::-1][depth:], other[::-1][depth:]))
-
-
-@dataclass(frozen=True)
-class DivergingStacks:
-    """Two stacks of user frames, from the function in which they diverge."""
-
-    stacks: tuple[Sequence[Frame], ...]  # outermost frame first
-    ways: tuple[list[Step], ...]  # for each stack, the conditions that only its lines have, outermost first
+    return DivergingStacks(first[::-1][:depth], (first[::-1][depth:], other[::-1][depth:]))
 
 
 def diverging_stacks(first: Sequence[Frame], other: Sequence[Frame], read_source: ReadSource) -> DivergingStacks | None:
@@ -58,37 +51,35 @@ def diverging_stacks(first: Sequence[Frame], other: Sequence[Frame], read_source
         other: Stack of the other rank.
         read_source: Reads a source file.
     """
-    fork = fork_of(first, other)
-    stacks = fork.stacks
-    if not (fork.in_function or _on_one_line(fork, read_source)):
+    where = diverge(first, other)
+    stacks = where.stacks
+    if not (where.in_function or _on_one_line(where, read_source)):
         return None
     if any(not read_source(frame.file) for stack in stacks for frame in stack):
         return None
-    ways = [list(_steps_on(stack, fork.shared, read_source)) for stack in stacks]
+    ways = [list(_guards_on(stack, where.shared, read_source)) for stack in stacks]
     own = (
-        [step for step in way if step not in other_way and _leads_to(step, other_stack[0], read_source)]
+        [guard for guard in way if guard not in other_way and _leads_to(guard, other_stack[0], read_source)]
         for way, other_way, other_stack in zip(ways, reversed(ways), reversed(stacks), strict=True)
     )
-    return DivergingStacks(stacks, tuple(own))
+    return replace(where, ways=tuple(own))
 
 
-def _on_one_line(fork: Fork, read_source: ReadSource) -> bool:
-    called = (
-        src.names_called(src.context(fork.shared[-1], read_source).calls) if fork.shared and all(fork.stacks) else ()
-    )
-    return bool(called) and called >= {short(stack[0].function) for stack in fork.stacks}
+def _on_one_line(where: DivergingStacks, read_source: ReadSource) -> bool:
+    calls = src.context(where.shared[-1], read_source).calls if where.shared and all(where.stacks) else []
+    return bool(calls) and src.names_called(calls) >= {short(stack[0].function) for stack in where.stacks}
 
 
-def _leads_to(step: Step, target: Frame, read_source: ReadSource) -> bool:
+def _leads_to(guard: Guard, target: Frame, read_source: ReadSource) -> bool:
     # A rank that took ``continue`` doesn't reach ``target`` if the loop then makes the same call for its next item, and
     # ``target`` is outside the loop.
-    if not step.text.endswith(": continue"):
+    if not guard.text.endswith(": continue"):
         return True
-    loops = loops_at(Frame(step.file, step.line, ""), read_source)
+    loops = loops_at(Frame(guard.file, guard.line, ""), read_source)
     return not loops or loops[-1].has(target)
 
 
-def _steps_on(stack: Sequence[Frame], callers: Sequence[Frame], read_source: ReadSource) -> Iterator[Step]:
+def _guards_on(stack: Sequence[Frame], callers: Sequence[Frame], read_source: ReadSource) -> Iterator[Guard]:
     """Yields the conditions on a stack below its ``callers``, both outermost first.
 
     A counter of rounds that is passed as an argument counts as one in the called function, too.
@@ -98,7 +89,7 @@ def _steps_on(stack: Sequence[Frame], callers: Sequence[Frame], read_source: Rea
         here = src.context(frame, read_source)
         counters |= frozenset(round_counters(here.scope))
         if depth >= len(callers):
-            yield from _steps(frame, into, counters, read_source)
+            yield from _guards(frame, into, counters, read_source)
         scope = src.context(into, read_source).scope if into is not None else None
         counters = frozenset(_passed(here, scope, counters) if isinstance(scope, src.FUNCTIONS) else ())
 
@@ -119,17 +110,17 @@ def _passed(here: src.Context, function: src.Function, names: frozenset[str]) ->
                     yield name
 
 
-def _steps(frame: Frame, into: Frame | None, counters: frozenset[str], read_source: ReadSource) -> Iterator[Step]:
+def _guards(frame: Frame, into: Frame | None, counters: frozenset[str], read_source: ReadSource) -> Iterator[Guard]:
     here = src.context(frame, read_source)
     for decorator in getattr(here.scope, "decorator_list", []):
         if _CACHES.intersection(src.names_in(decorator)):
-            yield Step(frame.file, decorator.lineno, f"@{src.text_of(decorator)}")
+            yield Guard(frame.file, decorator.lineno, f"@{src.text_of(decorator)}")
     for guard in conditions_to(frame, read_source):
         if guard.test is not None:
             by_round = not guard.depends_on_rank and counters.issuperset(varying_names(guard.test, guard.names))
             yield replace(guard, by_round=by_round)
     for handler in here.handlers[:1]:
-        yield Step(frame.file, handler.lineno, except_words(handler))
+        yield Guard(frame.file, handler.lineno, except_words(handler))
     for attempt in (attempt for loop in here.loops for attempt in src.attempts_of(loop)):
         for handler in attempt.handlers if src.holds(attempt.body, frame.line) else ():
             if isinstance(src.exit_of(handler.body), (ast.Continue, NoneType)):
@@ -137,7 +128,7 @@ def _steps(frame: Frame, into: Frame | None, counters: frozenset[str], read_sour
     item = short(into.function) if into is not None else ""
     for call in here.calls if item else ():
         if src.name_called(call.func) in _UP_TO_THE_FIRST and item in {*_generated_by(call.args)}:
-            yield Step(frame.file, call.lineno, src.text_of(call))
+            yield Guard(frame.file, call.lineno, src.text_of(call))
 
 
 def _generated_by(arguments: Sequence[ast.expr]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from safelaunch.model import Frame
 from safelaunch.stacks import source as src
-from safelaunch.stacks.diverging import fork_of
+from safelaunch.stacks.diverging import diverge
 from safelaunch.stacks.guards import SourceLoop, loops_at, way_to
 from safelaunch.stacks.rank_names import depends_on_rank
 from safelaunch.stacks.same_on_ranks import round_counters, varying_names
@@ -23,9 +23,9 @@ def common_loop(
     On that line, both must call what the loop yields (``for part in parts: part(m)``), or call the same function with
     it. Stacks are innermost first.
     """
-    fork = fork_of(first, other)
-    alike = not any(fork.stacks)
-    for depth, frame in reversed([*enumerate(fork.shared)][0 if alike else -1 :]):
+    where = diverge(first, other)
+    alike = not any(where.stacks)
+    for depth, frame in reversed([*enumerate(where.shared)][0 if alike else -1 :]):
         calls = src.context(frame, read_source).calls
         used = {name for call in calls for name in src.names_in(call if alike else call.func)}
         loops = [loop for loop in loops_at(frame, read_source) if loop.line < frame.line and used & loop.targets]
@@ -40,15 +40,15 @@ def loop_left(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: Read
     Stacks are innermost first. In the function in which they diverge, one is inside the loop and the other after its
     end. (With a collective under ``if rank == 0`` in the loop, both are inside.)
     """
-    fork = fork_of(ahead, behind)
-    if not fork.in_function:
+    where = diverge(ahead, behind)
+    if not where.in_function:
         return None
-    past, inside = fork.stacks[0][0], fork.stacks[1][0]
+    past, inside = where.stacks[0][0], where.stacks[1][0]
     loops = loops_at(inside, read_source)
-    left = [loop for loop in loops if loop.end < past.line and not src.attempts_of(loop.node)]
+    left = [loop for loop in loops if src.end_of(loop.node) < past.line and not src.attempts_of(loop.node)]
     if not left or src.context(inside, read_source).scope is not src.context(past, read_source).scope:
         return None
-    return _left(left[0], fork.shared, (ast.Break,), read_source)
+    return _left(left[0], where.shared, (ast.Break,), read_source)
 
 
 def _left(
@@ -76,12 +76,12 @@ def loop_returned_from(ahead: Sequence[Frame], behind: Sequence[Frame], read_sou
 
     ``ahead`` must be after the call of that function, and every condition on that call must hold there, too.
     """
-    fork = fork_of(ahead, behind)
-    if not fork.in_function:
+    where = diverge(ahead, behind)
+    if not where.in_function:
         return None
-    (past, *_), (caller, *below) = fork.stacks
+    (past, *_), (caller, *below) = where.stacks
     to_call, to_past = ({*way_to(frame, read_source)} for frame in (caller, past))
     first = next((loop for frame in below for loop in loops_at(frame, read_source)), None)
     if past.line <= caller.line or not to_call <= to_past or first is None:
         return None
-    return _left(first, (*fork.shared, caller), (ast.Break, ast.Return), read_source)
+    return _left(first, (*where.shared, caller), (ast.Break, ast.Return), read_source)

@@ -26,36 +26,35 @@ _DECORATORS = re.compile(r"rank_?zero|main_process|on_(?:main|last)|rank_?0|mast
 
 @dataclass(frozen=True)
 class Step:
-    """Code by which the ranks at a line came there, such as an ``except`` or the decorator of a cache."""
+    """A part of the way to a line."""
 
     file: str
     line: int
     text: str
-    test: ast.expr | None = field(default=None, compare=False, repr=False)
-    names: Mapping[str, ast.expr] = field(default_factory=dict, compare=False, repr=False)
     loop: ClassVar[bool] = False
 
     @property
     def words(self) -> str:
         return f"{self.text} ({basename(self.file)}:{self.line})"
 
+
+@dataclass(frozen=True)
+class Guard(Step):
+    """A condition before a line: the line is reached only if ``text``, at ``line``, is ``taken``.
+
+    The decorator of a cache and the ``except`` of an exception count as conditions, too.
+    """
+
+    taken: bool = True
+    test: ast.expr | None = field(default=None, compare=False, repr=False)
+    names: Mapping[str, ast.expr] = field(default_factory=dict, compare=False, repr=False)
+    other_branch_calls: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    by_round: bool = False  # it depends on the number of the round alone, so it is equal on all ranks
+
     @cached_property
     def depends_on_rank(self) -> bool:
         """Whether it depends on the process: ranks can diverge here."""
         return self.test is None or depends_on_rank(self.test, self.names)
-
-
-class Retry(Step):
-    """An ``except`` after which a loop makes another attempt."""
-
-
-@dataclass(frozen=True)
-class Guard(Step):
-    """A condition before a line: the line is reached only if ``text``, at ``line``, is ``taken``."""
-
-    taken: bool = True
-    other_branch_calls: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
-    by_round: bool = False  # it depends on the number of the round alone, so it is equal on all ranks
 
     def admits(self, whereabouts: Whereabouts) -> bool | None:
         """Returns whether this rank passes it; None if the condition depends on more than the rank."""
@@ -67,19 +66,24 @@ class Guard(Step):
             return None
 
 
-@dataclass(frozen=True, kw_only=True)
+class Retry(Guard):
+    """An ``except`` after which a loop makes another attempt."""
+
+
+@dataclass(frozen=True)
 class SourceLoop(Step):
     node: src.AnyLoop = field(compare=False, repr=False)
     inside: Frame = field(compare=False)  # frame in the loop
     # It is in another loop of its function or a caller, so a rank past it can be a round behind or ahead.
     enclosed: bool
+    names: Mapping[str, ast.expr] = field(default_factory=dict, compare=False, repr=False)
     # Conditions, in words, of each ``break``, or ``return`` to where another rank is, that ends it early.
     breaks: tuple[str, ...] = field(default=(), compare=False)
     loop: ClassVar[bool] = True
 
     @property
-    def end(self) -> int:
-        return src.end_of(self.node)
+    def depends_on_rank(self) -> bool:
+        return not isinstance(self.node, ast.While) and depends_on_rank(self.node.iter, self.names)
 
     @property
     def targets(self) -> set[str]:
@@ -91,19 +95,14 @@ class SourceLoop(Step):
         return f"{basename(self.file)}:{self.line}"
 
     def has(self, place: src.Located) -> bool:
-        return place.file == self.file and self.line <= place.line <= self.end
+        return place.file == self.file and src.spans(self.node, place.line)
 
 
 def loops_at(frame: Frame, read_source: ReadSource) -> list[SourceLoop]:
     """Returns the loops of the function around the line of ``frame``, outermost first."""
     here = src.context(frame, read_source)
-    tests = ((loop, loop.test if isinstance(loop, ast.While) else loop.iter) for loop in here.loops)
-    return [
-        SourceLoop(
-            frame.file, loop.lineno, src.head_of(loop), test, here.names, node=loop, inside=frame, enclosed=n > 0
-        )
-        for n, (loop, test) in enumerate(tests)
-    ]
+    loops = enumerate(here.loops)
+    return [SourceLoop(frame.file, loop.lineno, src.head_of(loop), loop, frame, n > 0, here.names) for n, loop in loops]
 
 
 def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, ...]:
@@ -132,9 +131,8 @@ def _called_at(frame: Frame, read_source: ReadSource) -> str:
 
 def way_to(frame: Frame, read_source: ReadSource) -> tuple[Guard | SourceLoop, ...]:
     """Returns all conditions and ``for`` loops around the line of ``frame``, in line order."""
-    around = src.context(frame, read_source).around
-    inside = {each.statement for each in around if each.in_body and not isinstance(each.statement, ast.While)}
-    loops = (loop for loop in loops_at(frame, read_source) if loop.node in inside)
+    loops = loops_at(frame, read_source)
+    loops = [loop for loop in loops if loop.targets and src.holds(loop.node.body, frame.line)]
     return tuple(sorted([*conditions_to(frame, read_source), *loops], key=lambda step: step.line))
 
 
@@ -150,13 +148,11 @@ def _conditions(here: src.Context, file: str) -> tuple[Guard, ...]:
         if any(_DECORATORS.search(name) for name in identifiers(decorator))
     ]
     met = (condition for each in here.around for condition in _met(each))
-    return (
-        *decorators,
-        *(
-            Guard(file, line, text, test, here.names, taken, src.names_called(other))
-            for line, text, taken, test, other in met
-        ),
-    )
+    guards = [
+        Guard(file, line, text, taken, test, here.names, src.names_called(other))
+        for line, text, taken, test, other in met
+    ]
+    return (*decorators, *guards)
 
 
 _PLAIN = (ast.Expr, ast.Assign, ast.Return)
@@ -176,14 +172,11 @@ def _met(each: src.Enclosing) -> Iterator[_Met]:
             elif (left := src.exit_of(before.body)) is not None:
                 yield before.lineno, f"{head}: {src.text_of(left)}", False, before.test, before.body
     statement = each.statement
-    if isinstance(statement, (ast.If, ast.While)) and each.in_body:
-        yield statement.lineno, src.head_of(statement), True, statement.test, statement.orelse
-    elif isinstance(statement, ast.If) and each.block:
-        yield statement.lineno, f"else of {src.head_of(statement)}", False, statement.test, statement.body
-    elif isinstance(statement, ast.If):
-        yield from _within(statement.test)
-    elif isinstance(statement, _PLAIN):
-        yield from _within(statement.value)
+    if isinstance(statement, (ast.If, ast.While)) and each.block:
+        other = statement.orelse if each.in_body else each.body
+        yield statement.lineno, each.text, each.in_body, statement.test, other
+    elif isinstance(statement, (ast.If, *_PLAIN)):
+        yield from _within(statement.test if isinstance(statement, ast.If) else statement.value)
 
 
 def _within(value: ast.expr | None) -> Iterator[_Met]:

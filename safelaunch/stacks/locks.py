@@ -10,6 +10,8 @@ from safelaunch.model import Frame
 from safelaunch.stacks import source as src
 from safelaunch.stacks.source import ReadSource
 
+_RELEASING = frozenset({"wait", "wait_for"})  # of a condition
+
 
 @dataclass(frozen=True)
 class LockTaken:
@@ -69,10 +71,8 @@ def locks_held(stack: Sequence[Frame], read_source: ReadSource) -> tuple[LockHel
     locks = []
     for depth, frame in enumerate(stack):
         here = src.context(frame, read_source)
-        waits = (call.func for call in here.calls if depth == 0 and call.lineno == frame.line)
-        released = {
-            ast.unparse(f.value) for f in waits if isinstance(f, ast.Attribute) and f.attr in ("wait", "wait_for")
-        }
+        functions = [call.func for call in here.calls if depth == 0 and src.name_called(call.func) in _RELEASING]
+        released = {ast.unparse(function.value) for function in functions if isinstance(function, ast.Attribute)}
         held = ((name, line) for name, line in _takings(here) if line < frame.line and name not in released)
         locks += [LockHeld(name, line, frame) for name, line in held]
     return tuple(locks)
@@ -86,9 +86,9 @@ def _takings(here: src.Context) -> Iterator[tuple[str, int]]:
     for each in here.around:
         statement = each.statement
         if isinstance(statement, (ast.With, ast.AsyncWith)):
-            for item in statement.items:
-                if isinstance(item.context_expr, (ast.Name, ast.Attribute, ast.Subscript)):
-                    yield ast.unparse(item.context_expr), item.context_expr.lineno
+            for taken in (item.context_expr for item in statement.items):
+                if isinstance(taken, (ast.Name, ast.Attribute, ast.Subscript)):
+                    yield ast.unparse(taken), taken.lineno
         block = [*each.before, statement]
         for number, before in enumerate(block):
             name = _calls_on(before, "acquire")

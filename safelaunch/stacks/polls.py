@@ -68,10 +68,9 @@ def poll_at(stack: Sequence[Frame], read_source: ReadSource, *, asleep: bool = T
         names = (name for call in here.calls for name in src.names_in(call))
         if asleep and frame is stack[0] and not any(_SLEEPS in name for name in names):
             return None
-        loops = (each.statement for each in reversed(here.around) if each.in_body)
-        for loop in loops:
-            if isinstance(loop, _LoopNode):
-                return _of_loop(loop, frame.file, frame.line, here.scope)
+        loops = [each.statement for each in here.around if each.in_body and isinstance(each.statement, _LoopNode)]
+        if loops:
+            return _of_loop(loops[-1], frame.file, frame.line, here.scope)
     return None
 
 
@@ -79,12 +78,16 @@ def _of_loop(loop: _LoopNode, file: str, line: int, scope: ast.AST) -> Poll | No
     """Returns the loop's condition, the condition of the branch that leaves it, or the call that it retries."""
     asks = isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant)
     for part in (loop,) if asks else loop.body:
-        if isinstance(part, ast.While) or (isinstance(part, ast.If) and _ends(part.body)):
+        if isinstance(part, ast.While) or (isinstance(part, ast.If) and isinstance(src.exit_of(part.body), src.ENDS)):
             return Poll(file, part.lineno, src.head_of(part), _kind(part.test), _made_at(part.test, file, scope))
-    for statement in loop.body:
-        tried = next(iter(statement.body), None) if isinstance(statement, ast.Try) else None
-        if isinstance(statement, ast.Try) and tried is not None and _comes_after(statement, line):
-            return Poll(file, tried.lineno, src.text_of(_head(tried)), "attempt")
+    for attempt in loop.body:
+        if isinstance(attempt, ast.Try):
+            # Without an exception, the loop would have ended before ``line``.
+            after = line > src.end_of(attempt) and attempt in src.attempts_of(loop)
+            if after or any(src.holds(handler.body, line) for handler in attempt.handlers):
+                tried = attempt.body[0]
+                head = tried.items[0].context_expr if isinstance(tried, ast.With) else tried
+                return Poll(file, tried.lineno, src.text_of(head), "attempt")
     return None
 
 
@@ -98,21 +101,6 @@ def _made_at(test: ast.expr, file: str, scope: ast.AST) -> tuple[Frame, ...]:
 def _named(call: ast.Call) -> list[str]:
     objects = [call.func.value] if isinstance(call.func, ast.Attribute) else []
     return [ast.unparse(node) for node in (*call.args, *objects)]
-
-
-def _comes_after(tried: ast.Try, line: int) -> bool:
-    # Without an exception, the loop would have ended before ``line``.
-    if any(src.holds(handler.body, line) for handler in tried.handlers):
-        return True
-    return line > src.end_of(tried) and (_ends(tried.body) or _ends(tried.orelse))
-
-
-def _head(statement: ast.stmt) -> ast.expr | ast.stmt:
-    return statement.items[0].context_expr if isinstance(statement, ast.With) else statement
-
-
-def _ends(block: Sequence[ast.stmt]) -> bool:
-    return isinstance(src.exit_of(block), (ast.Break, ast.Return))
 
 
 def _kind(test: ast.AST) -> WaitKind:

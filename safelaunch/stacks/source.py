@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -26,7 +27,7 @@ class Located(Protocol):
 
 LOOPS = (ast.For, ast.While, ast.AsyncFor)
 AnyLoop = ast.For | ast.While | ast.AsyncFor
-Exit = ast.Return | ast.Continue | ast.Break | ast.Raise
+ENDS = (ast.Return, ast.Break)  # of a loop
 EXITS = (ast.Return, ast.Continue, ast.Break, ast.Raise)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -44,11 +45,6 @@ def tree_of(text: str) -> ast.Module:
     for node in ast.walk(tree):
         vars(node)[_LINES] = lines
     return tree
-
-
-def tree_in(path: str, read_source: ReadSource) -> ast.Module:
-    """Returns the file's tree; an empty module if the file can't be read."""
-    return tree_of(read_source(path) or "")
 
 
 def spans(node: ast.stmt | ast.expr | ast.ExceptHandler, line: int) -> bool:
@@ -110,8 +106,21 @@ class Enclosing:
     handler: ast.ExceptHandler | None = None  # handler to which ``block`` belongs
 
     @property
+    def body(self) -> Sequence[ast.stmt]:
+        body: Sequence[ast.stmt] = getattr(self.statement, "body", ())
+        return body
+
+    @property
     def in_body(self) -> bool:
-        return bool(self.block) and self.block is getattr(self.statement, "body", None)
+        return bool(self.block) and self.block is self.body
+
+    @property
+    def text(self) -> str:
+        """Returns ``if rank == 0``, ``else of if rank == 0`` or ``except OSError``."""
+        if self.handler is not None:
+            return except_words(self.handler)
+        head = head_of(self.statement) if isinstance(self.statement, (ast.If, *LOOPS)) else ""
+        return head if self.in_body else f"else of {head}"
 
 
 def blocks_in(
@@ -172,7 +181,7 @@ def context(frame: Located, read_source: ReadSource) -> Context:
     return _context(read_source(frame.file) or "", frame.line)
 
 
-def exit_of(block: Sequence[ast.stmt]) -> Exit | None:
+def exit_of(block: Sequence[ast.stmt]) -> ast.stmt | None:
     """Returns the statement by which the code leaves at the end of a block, if any; looks into a final ``with``."""
     last = block[-1] if block else None
     return exit_of(last.body) if isinstance(last, ast.With) else last if isinstance(last, EXITS) else None
@@ -181,9 +190,7 @@ def exit_of(block: Sequence[ast.stmt]) -> Exit | None:
 def attempts_of(loop: AnyLoop) -> list[ast.Try]:
     """Returns each ``try`` that ends the loop when it succeeds: after a failure, the loop retries it."""
     tries = (statement for statement in loop.body if isinstance(statement, ast.Try))
-    return [
-        attempt for attempt in tries if isinstance(exit_of(attempt.orelse or attempt.body), (ast.Return, ast.Break))
-    ]
+    return [attempt for attempt in tries if isinstance(exit_of(attempt.orelse or attempt.body), ENDS)]
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -203,7 +210,7 @@ def _statements(scope: ast.AST) -> Iterator[ast.AST]:
     # Skips the bodies of functions and classes.
     for child in ast.iter_child_nodes(scope):
         yield child
-        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+        if not isinstance(child, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
             yield from _statements(child)
 
 
@@ -221,17 +228,17 @@ def _targets(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, as
     if isinstance(target, ast.Name):
         yield target.id, value
     elif isinstance(target, (ast.Tuple, ast.List)):
-        values = (
-            value.elts if isinstance(value, (ast.Tuple, ast.List)) and len(value.elts) == len(target.elts) else None
-        )
+        values = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
         for number, element in enumerate(target.elts):
-            yield from _targets(element, values[number] if values is not None else None)
+            yield from _targets(element, values[number] if len(values) == len(target.elts) else None)
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
 MOST_TEXT = 120
+_LINE_BREAK = re.compile(r"\s*\\?\n\s*")
+_BREAK_AT_BRACKET = re.compile(r"(?<=[(\[{])\s*\\?\n\s*|\s*\\?\n\s*(?=[)\]}])")
 
 
 def text_of(node: ast.expr | ast.stmt) -> str:
@@ -245,17 +252,9 @@ def _written(node: ast.expr | ast.stmt) -> str:
     lines: Sequence[str] = vars(node).get(_LINES, ())[node.lineno - 1 : end_of(node)]
     if not lines or node.end_col_offset is None:
         return ""
-    # Column offsets count bytes.
-    first, last = lines[0].encode()[node.col_offset :].decode(), lines[-1].encode()[: node.end_col_offset].decode()
-    if len(lines) == 1:
-        return lines[0].encode()[node.col_offset : node.end_col_offset].decode()
-    parts = [part.strip().removesuffix("\\").rstrip() for part in (first, *lines[1:-1], last)]
-    if any("#" in part for part in parts):
-        return ""
-    text = parts[0]
-    for part in parts[1:]:
-        text += part if text.endswith(("(", "[", "{")) or part.startswith((")", "]", "}")) else f" {part}"
-    return text
+    whole = "".join(lines).encode()  # column offsets count bytes
+    text = whole[node.col_offset : len(whole) - len(lines[-1].encode()) + node.end_col_offset].decode()
+    return "" if len(lines) > 1 and "#" in text else _LINE_BREAK.sub(" ", _BREAK_AT_BRACKET.sub("", text))
 
 
 def names_in(node: ast.AST) -> Iterator[str]:

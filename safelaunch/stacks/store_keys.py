@@ -48,14 +48,8 @@ def store_key_at(frame: Frame, read_source: ReadSource, values: Mapping[str, str
 @lru_cache(256)
 def _key_in_source(here: src.Context, file: str) -> tuple[ast.expr, tuple[Frame, ...]] | None:
     calls = list(src.calls_in(here.tree))
-    bound = (assignment for assignment in ast.walk(here.tree) if isinstance(assignment, ast.Assign))
-    stores = {
-        target.id
-        for assignment in bound
-        if _is_store(assignment.value)
-        for target in assignment.targets
-        if isinstance(target, ast.Name)
-    }
+    bound = (binding for node in ast.walk(here.tree) for binding in src.bindings(node))
+    stores = {name for name, value in bound if value is not None and _is_store(value)}
     key = next((key for call in here.calls for key in _keys(call, _WAITS, stores)), None)
     if key is None:
         return None

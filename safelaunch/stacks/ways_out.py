@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from safelaunch.model import Frame
 from safelaunch.stacks import source as src
 from safelaunch.stacks.frames import basename
-from safelaunch.stacks.source import ReadSource, except_words
+from safelaunch.stacks.guards import SourceLoop
+from safelaunch.stacks.source import ReadSource
 
 _FIELD = re.compile(r"%(?:\(\w+\))?[-+ #0-9.]*[a-zA-Z]|\{[^{}]*\}")
 _LEAST = 6  # letters; a shorter text wouldn't identify its statement
@@ -62,24 +63,22 @@ def ways_out(frames: Iterable[Frame], read_source: ReadSource) -> Iterator[WayOu
                 yield from _left(block, around, frame, getattr(scope, "end_lineno", None) or 1 << 30)
 
 
-def ways_around(frames: Sequence[Frame], begin: int, read_source: ReadSource) -> list[str]:
+def ways_around(frames: Sequence[Frame], loop: SourceLoop, read_source: ReadSource) -> list[str]:
     """Returns in words how a round of a loop can skip a call, or compute its gradients without communication.
 
     Args:
         frames: The stack of the call, innermost first; the last frame is in the loop.
-        begin: First line of the loop. Ways to leave it don't count.
+        loop: The loop. Ways to leave it don't count.
         read_source: Reads a source file.
     """
-    here = src.context(frames[-1], read_source)
-    body = next((range(loop.lineno, src.end_of(loop) + 1) for loop in here.loops if loop.lineno == begin), ())
     lefts = [
         left
         for left in ways_out(frames, read_source)
-        if any(map(left.leaves_out, frames)) and (left.frame.function != frames[-1].function or left.frame.line in body)
+        if any(map(left.leaves_out, frames)) and (left.frame.function != frames[-1].function or loop.has(left.frame))
     ]
     last = {left.skips: left for left in lefts if left.goes in ("continue", "behind the `try`")}
     ways = [f"`{way.words}` at {basename(way.frame.file)}:{way.frame.line}" for way in last.values()]
-    calls = (call for call in src.calls_in(here.scope) if call.lineno in body and isinstance(call.func, ast.Attribute))
+    calls = (call for call in src.calls_in(loop.node) if isinstance(call.func, ast.Attribute))
     unsynced = (call.lineno for call in calls if src.name_called(call.func) == "no_sync")
     return ways + [f"`no_sync()` at line {line}" for line in sorted(unsynced)[:1]]
 
@@ -93,11 +92,10 @@ def _left(
     for each in around:
         if isinstance(each.statement, src.LOOPS):
             loop, tried, after = each.statement, None, ""
-        elif each.handler is not None and isinstance(each.statement, (ast.Try, ast.TryStar)):
-            body = each.statement.body
-            tried, after = range(body[0].lineno, src.end_of(body[-1]) + 1), except_words(each.handler)
+        elif each.handler is not None:
+            tried, after = range(each.body[0].lineno, src.end_of(each.body[-1]) + 1), each.text
         elif isinstance(each.statement, ast.If) and tried is None:
-            after = f"{'' if each.in_body else 'else of '}{src.head_of(each.statement)}"
+            after = each.text
     last = block[-1] if block and after else None
     leaves = isinstance(last, (ast.Continue, ast.Break, ast.Return))
     if last is None or isinstance(last, ast.Raise) or not (leaves or tried):

@@ -445,7 +445,7 @@ def _is_innermost(facts: CaseFacts, loop: SourceLoop, stack: Sequence[Frame]) ->
 
 def _skips(facts: CaseFacts, stack: Sequence[Frame], loop: SourceLoop, more: int) -> str:
     part = next((n for n, frame in enumerate(stack) if frame == loop.inside), len(stack) - 1)
-    skips = ways_around(stack[: part + 1], loop.line, facts.read_source)
+    skips = ways_around(stack[: part + 1], loop, facts.read_source)
     skips += [f"{more} more step{'s' * (more > 1)}, with as many calls"] if more > 0 else []
     return ", ".join(skips[:2])
 

@@ -69,27 +69,18 @@ _MOST_NAMES = 6  # names followed through assignments
 def _is_iterable(loop: Frame, read_source: ReadSource) -> bool:
     """Returns whether the loop's items come from an iterable dataset or a generator, if its file shows that."""
     here = src.context(loop, read_source)
-    heads = [head for head in here.loops if head.lineno == loop.line]
-    # A loop over epochs contains the one over batches.
-    within = (node for head in heads[-1:] for node in ast.walk(head))
+    heads = (head for head in here.loops if head.lineno == loop.line)
+    within = (node for head in heads for node in ast.walk(head))  # a loop over epochs contains the one over batches
     iterables = [node.iter for node in within if isinstance(node, (ast.For, ast.AsyncFor))]
     names = set[str]().union(*(_names_in(iterable, here.names) for iterable in iterables))
     if any("Sampler" in name for name in names):
         return False
     defined = {node.name: node for node in ast.walk(here.tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
     definitions = [defined[name] for name in names if name in defined]
-    bases = {
-        name
-        for definition in definitions
-        if isinstance(definition, ast.ClassDef)
-        for base in definition.bases
-        for name in src.names_in(base)
-    }
-    generators = (definition for definition in definitions if isinstance(definition, ast.FunctionDef))
-    yields = any(
-        isinstance(node, (ast.Yield, ast.YieldFrom)) for generator in generators for node in ast.walk(generator)
-    )
-    return bool(_STREAMS & (names | bases)) or yields or "streaming" in names
+    names |= {name for each in definitions for base in getattr(each, "bases", ()) for name in src.names_in(base)}
+    generators = (node for each in definitions if isinstance(each, ast.FunctionDef) for node in ast.walk(each))
+    yields = any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in generators)
+    return bool(_STREAMS & names) or yields or "streaming" in names
 
 
 def _names_in(value: ast.expr, values_of_names: Mapping[str, ast.expr], steps: int = _MOST_NAMES) -> set[str]:
