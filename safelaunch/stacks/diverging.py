@@ -12,7 +12,7 @@ from safelaunch.model import Frame
 from safelaunch.stacks import source as src
 from safelaunch.stacks.frames import short, spot
 from safelaunch.stacks.guards import Guard, Retry, conditions_to, loops_at
-from safelaunch.stacks.same_on_ranks import is_same_on_ranks, round_counters, varying_names
+from safelaunch.stacks.same_on_ranks import is_by_round, is_same_on_ranks, round_counters
 from safelaunch.stacks.source import ReadSource, except_words
 
 _CACHES = frozenset({"cache", "lru_cache", "cached", "cached_property", "memoize"})
@@ -73,7 +73,7 @@ def _on_one_line(where: DivergingStacks, read_source: ReadSource) -> bool:
 def _leads_to(guard: Guard, target: Frame, read_source: ReadSource) -> bool:
     # A rank that took ``continue`` doesn't reach ``target`` if the loop then makes the same call for its next item, and
     # ``target`` is outside the loop.
-    if not guard.text.endswith(": continue"):
+    if not isinstance(guard.exit, ast.Continue):
         return True
     loops = loops_at(Frame(guard.file, guard.line, ""), read_source)
     return not loops or loops[-1].has(target)
@@ -90,12 +90,14 @@ def _guards_on(stack: Sequence[Frame], callers: Sequence[Frame], read_source: Re
         counters |= frozenset(round_counters(here.scope))
         if depth >= len(callers):
             yield from _guards(frame, into, counters, read_source)
-        scope = src.context(into, read_source).scope if into is not None else None
-        counters = frozenset(_passed(here, scope, counters) if isinstance(scope, src.FUNCTIONS) else ())
+        counters = frozenset(_passed(here, src.context(into, read_source), counters) if into is not None else ())
 
 
-def _passed(here: src.Context, function: src.Function, names: frozenset[str]) -> Iterator[str]:
+def _passed(here: src.Context, into: src.Context, names: frozenset[str]) -> Iterator[str]:
     """Yields the called function's parameters that receive one of ``names``, or a value that is equal on all ranks."""
+    function = into.scope
+    if isinstance(function, ast.Module):
+        return
     of = function.args
     parameters = [parameter.arg for parameter in of.args]
     keyword_defaults = ((parameter.arg, value) for parameter, value in zip(of.kwonlyargs, of.kw_defaults, strict=True))
@@ -117,8 +119,7 @@ def _guards(frame: Frame, into: Frame | None, counters: frozenset[str], read_sou
             yield Guard(frame.file, decorator.lineno, f"@{src.text_of(decorator)}")
     for guard in conditions_to(frame, read_source):
         if guard.test is not None:
-            by_round = not guard.depends_on_rank and counters.issuperset(varying_names(guard.test, guard.names))
-            yield replace(guard, by_round=by_round)
+            yield replace(guard, by_round=is_by_round(guard.test, guard.names, counters))
     for handler in here.handlers[:1]:
         yield Guard(frame.file, handler.lineno, except_words(handler))
     for attempt in (attempt for loop in here.loops for attempt in src.attempts_of(loop)):

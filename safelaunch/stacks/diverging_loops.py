@@ -10,8 +10,7 @@ from safelaunch.model import Frame
 from safelaunch.stacks import source as src
 from safelaunch.stacks.diverging import diverge
 from safelaunch.stacks.guards import SourceLoop, loops_at, way_to
-from safelaunch.stacks.rank_names import depends_on_rank
-from safelaunch.stacks.same_on_ranks import round_counters, varying_names
+from safelaunch.stacks.same_on_ranks import is_by_round, round_counters
 from safelaunch.stacks.source import ReadSource
 
 
@@ -57,18 +56,12 @@ def _left(
     """Returns the loop with its early exits under conditions that can differ between ranks."""
     here = src.context(loop.inside, read_source)
     counters = {*round_counters(here.scope)}
-    ifs = [
-        part for part in ast.walk(loop.node) if isinstance(part, ast.If) and any(isinstance(s, ends) for s in part.body)
-    ]
-    return replace(
-        loop,
-        enclosed=loop.enclosed or any(loops_at(caller, read_source) for caller in callers),
-        breaks=tuple(
-            f"`{src.head_of(each)}` at line {each.lineno}"
-            for each in sorted(ifs, key=lambda each: each.lineno)
-            if depends_on_rank(each.test, here.names) or not counters.issuperset(varying_names(each.test, here.names))
-        ),
-    )
+    ifs = sorted((part for part in ast.walk(loop.node) if isinstance(part, ast.If)), key=lambda part: part.lineno)
+    leaving = (part for part in ifs if any(isinstance(each, ends) for each in part.body))
+    can_differ = (part for part in leaving if not is_by_round(part.test, here.names, counters))
+    breaks = tuple(f"`{src.head_of(part)}` at line {part.lineno}" for part in can_differ)
+    enclosed = loop.enclosed or any(loops_at(caller, read_source) for caller in callers)
+    return replace(loop, enclosed=enclosed, breaks=breaks)
 
 
 def loop_returned_from(ahead: Sequence[Frame], behind: Sequence[Frame], read_source: ReadSource) -> SourceLoop | None:

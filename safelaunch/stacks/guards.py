@@ -49,6 +49,7 @@ class Guard(Step):
     test: ast.expr | None = field(default=None, compare=False, repr=False)
     names: Mapping[str, ast.expr] = field(default_factory=dict, compare=False, repr=False)
     other_branch_calls: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    exit: ast.stmt | None = field(default=None, compare=False, repr=False)  # by which the other ranks left before
     by_round: bool = False  # it depends on the number of the round alone, so it is equal on all ranks
 
     @cached_property
@@ -94,7 +95,7 @@ class SourceLoop(Step):
     def place(self) -> str:
         return f"{basename(self.file)}:{self.line}"
 
-    def has(self, place: src.Located) -> bool:
+    def has(self, place: Frame | Step) -> bool:
         return place.file == self.file and src.spans(self.node, place.line)
 
 
@@ -136,7 +137,7 @@ def way_to(frame: Frame, read_source: ReadSource) -> tuple[Guard | SourceLoop, .
     return tuple(sorted([*conditions_to(frame, read_source), *loops], key=lambda step: step.line))
 
 
-def conditions_to(frame: src.Located, read_source: ReadSource) -> tuple[Guard, ...]:
+def conditions_to(frame: Frame, read_source: ReadSource) -> tuple[Guard, ...]:
     return _conditions(src.context(frame, read_source), frame.file)
 
 
@@ -149,17 +150,15 @@ def _conditions(here: src.Context, file: str) -> tuple[Guard, ...]:
     ]
     met = (condition for each in here.around for condition in _met(each))
     guards = [
-        Guard(file, line, text, taken, test, here.names, src.names_called(other))
-        for line, text, taken, test, other in met
+        Guard(file, at.lineno, text, taken, test, here.names, src.names_called(other), left)
+        for at, text, taken, test, other, left in met
     ]
     return (*decorators, *guards)
 
 
+# the place, its text, whether it was taken, its test, statements that run otherwise, the one by which they leave
+_Met = tuple[ast.stmt | ast.expr, str, bool, ast.expr, Sequence[ast.stmt], "ast.stmt | None"]
 _PLAIN = (ast.Expr, ast.Assign, ast.Return)
-
-
-# line, text, whether it was taken, test, statements that run otherwise
-_Met = tuple[int, str, bool, ast.expr, Sequence[ast.stmt]]
 
 
 def _met(each: src.Enclosing) -> Iterator[_Met]:
@@ -168,13 +167,13 @@ def _met(each: src.Enclosing) -> Iterator[_Met]:
         if isinstance(before, ast.If):  # ``if rank != 0: return``, which only the other ranks pass
             head = src.head_of(before)
             if (left := src.exit_of(before.orelse)) is not None:
-                yield before.lineno, f"{head}: … else: {src.text_of(left)}", True, before.test, before.orelse
+                yield before, f"{head}: … else: {src.text_of(left)}", True, before.test, before.orelse, left
             elif (left := src.exit_of(before.body)) is not None:
-                yield before.lineno, f"{head}: {src.text_of(left)}", False, before.test, before.body
+                yield before, f"{head}: {src.text_of(left)}", False, before.test, before.body, left
     statement = each.statement
     if isinstance(statement, (ast.If, ast.While)) and each.block:
-        other = statement.orelse if each.in_body else each.body
-        yield statement.lineno, each.text, each.in_body, statement.test, other
+        other = statement.orelse if each.in_body else statement.body
+        yield statement, each.text, each.in_body, statement.test, other, None
     elif isinstance(statement, (ast.If, *_PLAIN)):
         yield from _within(statement.test if isinstance(statement, ast.If) else statement.value)
 
@@ -183,19 +182,17 @@ def _within(value: ast.expr | None) -> Iterator[_Met]:
     # ``rank == 0 and dist.barrier()``, and ``dist.barrier() if rank == 0 else None``
     if isinstance(value, ast.BoolOp) and isinstance(value.values[-1], ast.Call):
         test, taken = value.values[0], isinstance(value.op, ast.And)
-        yield value.lineno, f"{src.text_of(test)} {'and' if taken else 'or'} …", taken, test, ()
+        yield value, f"{src.text_of(test)} {'and' if taken else 'or'} …", taken, test, (), None
     elif isinstance(value, ast.IfExp) and isinstance(value.body, ast.Call) != isinstance(value.orelse, ast.Call):
-        yield value.lineno, f"… if {src.text_of(value.test)}", isinstance(value.body, ast.Call), value.test, ()
+        yield value, f"… if {src.text_of(value.test)}", isinstance(value.body, ast.Call), value.test, (), None
 
 
 def assignments_of_the_rank(module: ast.Module) -> list[ast.stmt]:
     """Returns the module's assignments that depend on rank or world size: ``r = dist.get_rank()``."""
     names = src.assigned(module)
-    values = {
-        statement: [value for _, value in src.bindings(statement) if value is not None] for statement in module.body
-    }
     return [
         statement
-        for statement, assigned in values.items()
-        if any(depends_on_rank(value, names) or any(map(WORLD_SIZE.match, identifiers(value))) for value in assigned)
+        for statement in module.body
+        for values in [[value for _, value in src.bindings(statement) if value is not None]]
+        if any(depends_on_rank(value, names) or any(map(WORLD_SIZE.match, identifiers(value))) for value in values)
     ]

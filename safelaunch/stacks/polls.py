@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from safelaunch.model import Frame
@@ -74,6 +75,7 @@ def poll_at(stack: Sequence[Frame], read_source: ReadSource, *, asleep: bool = T
     return None
 
 
+@lru_cache(256)
 def _of_loop(loop: _LoopNode, file: str, line: int, scope: ast.AST) -> Poll | None:
     """Returns the loop's condition, the condition of the branch that leaves it, or the call that it retries."""
     asks = isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant)

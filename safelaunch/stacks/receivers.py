@@ -40,10 +40,8 @@ def _is_of(node: ast.AST, names: Collection[str], scope: ast.AST, asked: frozens
         return called in names or (of_items and _is_of(node.args[0], names, scope, asked))
     if isinstance(node, (ast.List, ast.Tuple)):
         return all(_is_of(elt, names, scope, asked) for elt in node.elts)
-    if isinstance(node, ast.ListComp):
-        return _is_of(node.elt, names, scope, asked)
-    if isinstance(node, ast.Subscript):
-        return _is_of(node.value, names, scope, asked)
+    if isinstance(node, (ast.ListComp, ast.Subscript)):
+        return _is_of(node.elt if isinstance(node, ast.ListComp) else node.value, names, scope, asked)
     if not isinstance(node, ast.Name):
         return False
     if node.id in asked:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol
 
 from safelaunch.model import Frame
 from safelaunch.stacks.frames import short
@@ -16,20 +15,10 @@ ReadSource = Callable[[str], "str | None"]  # path → text of the file, or None
 NO_SOURCE: ReadSource = lambda path: None  # noqa: E731
 
 
-class Located(Protocol):
-    """A frame or a condition."""
-
-    @property
-    def file(self) -> str: ...
-    @property
-    def line(self) -> int: ...
-
-
 LOOPS = (ast.For, ast.While, ast.AsyncFor)
 AnyLoop = ast.For | ast.While | ast.AsyncFor
 ENDS = (ast.Return, ast.Break)  # of a loop
 EXITS = (ast.Return, ast.Continue, ast.Break, ast.Raise)
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LINES = "lines"  # attribute of each node: the lines of its file
 
@@ -106,13 +95,8 @@ class Enclosing:
     handler: ast.ExceptHandler | None = None  # handler to which ``block`` belongs
 
     @property
-    def body(self) -> Sequence[ast.stmt]:
-        body: Sequence[ast.stmt] = getattr(self.statement, "body", ())
-        return body
-
-    @property
     def in_body(self) -> bool:
-        return bool(self.block) and self.block is self.body
+        return bool(self.block) and self.block is getattr(self.statement, "body", None)
 
     @property
     def text(self) -> str:
@@ -177,7 +161,7 @@ class Context:
 _context = lru_cache(256)(Context)
 
 
-def context(frame: Located, read_source: ReadSource) -> Context:
+def context(frame: Frame, read_source: ReadSource) -> Context:
     return _context(read_source(frame.file) or "", frame.line)
 
 

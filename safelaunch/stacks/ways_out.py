@@ -93,7 +93,8 @@ def _left(
         if isinstance(each.statement, src.LOOPS):
             loop, tried, after = each.statement, None, ""
         elif each.handler is not None:
-            tried, after = range(each.body[0].lineno, src.end_of(each.body[-1]) + 1), each.text
+            body: Sequence[ast.stmt] = getattr(each.statement, "body", [])
+            tried, after = range(body[0].lineno, src.end_of(body[-1]) + 1), each.text
         elif isinstance(each.statement, ast.If) and tried is None:
             after = each.text
     last = block[-1] if block and after else None

@@ -73,10 +73,8 @@ def _handled_exception(facts: CaseFacts, rank: RankEvidence) -> Annotation | Non
             words = _exception_words(rank, exception)
             text = f"Rank {rank.rank} does so while it handles {words}."
             claim = Claim(f"rank {rank.rank}: handles {words}", f"ranks/{rank.rank}/rank.json")
-            is_end = exception.type.startswith("Stop") and exception.type.endswith(
-                "Iteration"
-            )  # of a loop, as by design
-            usual = is_end or _is_habit(facts, rank)
+            ends_loop = exception.type.startswith("Stop") and exception.type.endswith("Iteration")
+            usual = ends_loop or _is_habit(facts, rank)
             return Annotation(text, (claim,), advice=frozenset() if usual else frozenset({HANDLES}))
     return None
 
