@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from safelaunch.model import Culprit, Frame, Verdict, rank_words
@@ -10,8 +11,8 @@ from safelaunch.model.entries import Entries
 from safelaunch.report.rank_rows import range_of
 from safelaunch.report.stacks import frames_at_fault
 from safelaunch.stacks.frames import place, same_line, stack_of
-from safelaunch.stacks.guards import Guard, SourceLoop, Step, way_to
-from safelaunch.stacks.source import FUNCTIONS, context, end_of
+from safelaunch.stacks.guards import Guard, SourceLoop, way_to
+from safelaunch.stacks.source import FUNCTIONS, Enclosing, context, end_of
 from safelaunch.verdict.guarding import whereabouts
 from safelaunch.verdict.phrases import capital
 from safelaunch.verdict.rank_state import CaseFacts
@@ -246,11 +247,11 @@ class _SourceReader:
         source = text.splitlines() if text else []
         if not 0 < frame.line <= len(source):
             return FrameWithSource(frame, ())
-        steps = way_to(frame, self.facts.read_source)
-        marked = {step.line: step for step in steps if "__name__" not in step.text}
-        scope = context(frame, self.facts.read_source).scope
-        function = range(scope.lineno, end_of(scope) + 1) if isinstance(scope, FUNCTIONS) else range(len(source) + 1)
-        wanted = _wanted(source, frame.line, function, steps, set(marked))
+        marked = {step.line: step for step in way_to(frame, self.facts.read_source) if "__name__" not in step.text}
+        here = context(frame, self.facts.read_source)
+        first, last = (here.scope.lineno, end_of(here.scope)) if isinstance(here.scope, FUNCTIONS) else (1, len(source))
+        near = range(max(first, frame.line - BEFORE), min(last, frame.line + AFTER) + 1)
+        wanted = _without_gaps(source, {*near, *marked, *_else_lines(source, here.around)})
         return FrameWithSource(frame, tuple(self._lines(source, frame.line, marked, wanted)))
 
     def _lines(
@@ -275,34 +276,22 @@ def _went_elsewhere(frame: Frame, other: Sequence[Frame]) -> bool:
     return frame not in other and any(caller.function == "<module>" for caller in other)
 
 
-def _wanted(source: Sequence[str], here: int, function: range, steps: Sequence[Step], marked: Set[int]) -> list[int]:
-    """Returns the numbers of the lines to show: around ``here`` in its ``function``, and marked ones."""
-    wanted = {*range(here - BEFORE, here + AFTER + 1)} & {*function} | marked | {*_headed(source, steps)}
+def _without_gaps(source: Sequence[str], wanted: Set[int]) -> list[int]:
+    """Returns the numbers of the lines to show: the wanted ones, and others in small gaps between them."""
     for number in sorted(wanted):  # show a few more lines instead of a small gap
         following = next((other for other in range(number + 1, number + GAP + 2) if other in wanted), number)
-        wanted |= set(range(number, following))
+        wanted |= {*range(number, following)}
     numbers = [number for number in sorted(wanted) if 0 < number <= len(source)]
     filled = [number for number in numbers if source[number - 1].strip()]
     return [number for number in numbers if filled and filled[0] <= number <= filled[-1]]
 
 
-def _headed(source: Sequence[str], steps: Sequence[Step]) -> list[int]:
-    """Returns the ``else`` lines of conditions that weren't met, which the ranks took."""
-    numbers = []
-    for step in steps:
-        if step.text.startswith("else of "):
-            indent = _indent(source[step.line - 1]) if step.line <= len(source) else -1
-            below = range(step.line, min(len(source), step.line + 200))
-            numbers += [
-                number + 1
-                for number in below
-                if _indent(source[number]) == indent and source[number].lstrip().startswith(("else:", "elif "))
-            ][:1]
-    return numbers
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip()) if line.strip() else -1
+def _else_lines(source: Sequence[str], around: Iterable[Enclosing]) -> Iterator[int]:
+    """Yields the ``else`` lines of conditions that weren't met, which the ranks took."""
+    for each in around:
+        if isinstance(each.statement, ast.If) and each.block and not each.in_body:
+            between = range(end_of(each.statement.body[-1]), each.block[0].lineno + 1)
+            yield from [line for line in between if source[line - 1].lstrip().startswith(("else:", "elif "))][:1]
 
 
 def _note(facts: CaseFacts, step: Guard | SourceLoop) -> str:

@@ -53,9 +53,8 @@ def diverging_stacks(first: Sequence[Frame], other: Sequence[Frame], read_source
     """
     where = diverge(first, other)
     stacks = where.stacks
-    if not (where.in_function or _on_one_line(where, read_source)):
-        return None
-    if any(not read_source(frame.file) for stack in stacks for frame in stack):
+    there = where.in_function or _on_one_line(where, read_source)
+    if not there or any(not read_source(frame.file) for stack in stacks for frame in stack):
         return None
     ways = [list(_guards_on(stack, where.shared, read_source)) for stack in stacks]
     own = (
