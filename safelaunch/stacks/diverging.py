@@ -72,7 +72,7 @@ def _on_one_line(where: DivergingStacks, read_source: ReadSource) -> bool:
 def _leads_to(guard: Guard, target: Frame, read_source: ReadSource) -> bool:
     # A rank that took ``continue`` doesn't reach ``target`` if the loop then makes the same call for its next item, and
     # ``target`` is outside the loop.
-    if not isinstance(guard.exit, ast.Continue):
+    if not isinstance(src.exit_of(guard.otherwise), ast.Continue):
         return True
     loops = loops_at(Frame(guard.file, guard.line, ""), read_source)
     return not loops or loops[-1].has(target)

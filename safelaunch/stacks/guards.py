@@ -48,8 +48,7 @@ class Guard(Step):
     taken: bool = True
     test: ast.expr | None = field(default=None, compare=False, repr=False)
     names: Mapping[str, ast.expr] = field(default_factory=dict, compare=False, repr=False)
-    other_branch_calls: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
-    exit: ast.stmt | None = field(default=None, compare=False, repr=False)  # by which the other ranks left before
+    otherwise: Sequence[ast.stmt] = field(default=(), compare=False, repr=False)  # statements that other ranks run
     by_round: bool = False  # it depends on the number of the round alone, so it is equal on all ranks
 
     @cached_property
@@ -117,7 +116,7 @@ def guards_of(stack: Sequence[Frame], read_source: ReadSource) -> tuple[Guard, .
         for guard in reversed(conditions_to(frame, read_source)):
             if guard.depends_on_rank:
                 called = _called_at(frame, read_source) if into is None else into.function.rpartition(".")[2]
-                alike = bool(called) and called in guard.other_branch_calls
+                alike = bool(called) and called in src.names_called(guard.otherwise)
                 blocking.append(replace(guard, test=None) if alike else guard)
         if src.runs_aside(frame, read_source):
             break
@@ -149,15 +148,12 @@ def _conditions(here: src.Context, file: str) -> tuple[Guard, ...]:
         if any(_DECORATORS.search(name) for name in identifiers(decorator))
     ]
     met = (condition for each in here.around for condition in _met(each))
-    guards = [
-        Guard(file, at.lineno, text, taken, test, here.names, src.names_called(other), left)
-        for at, text, taken, test, other, left in met
-    ]
+    guards = [Guard(file, at.lineno, text, taken, test, here.names, other) for at, text, taken, test, other in met]
     return (*decorators, *guards)
 
 
-# the place, its text, whether it was taken, its test, statements that run otherwise, the one by which they leave
-_Met = tuple[ast.stmt | ast.expr, str, bool, ast.expr, Sequence[ast.stmt], "ast.stmt | None"]
+# the place, its text, whether it was taken, its test, statements that run otherwise
+_Met = tuple[ast.stmt | ast.expr, str, bool, ast.expr, Sequence[ast.stmt]]
 _PLAIN = (ast.Expr, ast.Assign, ast.Return)
 
 
@@ -167,13 +163,13 @@ def _met(each: src.Enclosing) -> Iterator[_Met]:
         if isinstance(before, ast.If):  # ``if rank != 0: return``, which only the other ranks pass
             head = src.head_of(before)
             if (left := src.exit_of(before.orelse)) is not None:
-                yield before, f"{head}: … else: {src.text_of(left)}", True, before.test, before.orelse, left
+                yield before, f"{head}: … else: {src.text_of(left)}", True, before.test, before.orelse
             elif (left := src.exit_of(before.body)) is not None:
-                yield before, f"{head}: {src.text_of(left)}", False, before.test, before.body, left
+                yield before, f"{head}: {src.text_of(left)}", False, before.test, before.body
     statement = each.statement
     if isinstance(statement, (ast.If, ast.While)) and each.block:
         other = statement.orelse if each.in_body else statement.body
-        yield statement, each.text, each.in_body, statement.test, other, None
+        yield statement, each.text, each.in_body, statement.test, other
     elif isinstance(statement, (ast.If, *_PLAIN)):
         yield from _within(statement.test if isinstance(statement, ast.If) else statement.value)
 
@@ -182,9 +178,9 @@ def _within(value: ast.expr | None) -> Iterator[_Met]:
     # ``rank == 0 and dist.barrier()``, and ``dist.barrier() if rank == 0 else None``
     if isinstance(value, ast.BoolOp) and isinstance(value.values[-1], ast.Call):
         test, taken = value.values[0], isinstance(value.op, ast.And)
-        yield value, f"{src.text_of(test)} {'and' if taken else 'or'} …", taken, test, (), None
+        yield value, f"{src.text_of(test)} {'and' if taken else 'or'} …", taken, test, ()
     elif isinstance(value, ast.IfExp) and isinstance(value.body, ast.Call) != isinstance(value.orelse, ast.Call):
-        yield value, f"… if {src.text_of(value.test)}", isinstance(value.body, ast.Call), value.test, (), None
+        yield value, f"… if {src.text_of(value.test)}", isinstance(value.body, ast.Call), value.test, ()
 
 
 def assignments_of_the_rank(module: ast.Module) -> list[ast.stmt]:
@@ -193,6 +189,9 @@ def assignments_of_the_rank(module: ast.Module) -> list[ast.stmt]:
     return [
         statement
         for statement in module.body
-        for values in [[value for _, value in src.bindings(statement) if value is not None]]
-        if any(depends_on_rank(value, names) or any(map(WORLD_SIZE.match, identifiers(value))) for value in values)
+        if any(value is not None and _names_rank(value, names) for _, value in src.bindings(statement))
     ]
+
+
+def _names_rank(value: ast.expr, names: Mapping[str, ast.expr]) -> bool:
+    return depends_on_rank(value, names) or any(map(WORLD_SIZE.match, identifiers(value)))
