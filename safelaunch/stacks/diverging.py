@@ -29,7 +29,7 @@ class DivergingStacks:
 
     @property
     def in_function(self) -> bool:
-        """Whether they diverge in a function that both are in."""
+        """True if they diverge in a function that both are in."""
         first, other = self.stacks
         return bool(first and other) and spot(first[0])[:2] == spot(other[0])[:2]
 

@@ -53,7 +53,7 @@ class Guard(Step):
 
     @cached_property
     def depends_on_rank(self) -> bool:
-        """Whether it depends on the process: ranks can diverge here."""
+        """True if it depends on the process: ranks can diverge here."""
         return self.test is None or depends_on_rank(self.test, self.names)
 
     def admits(self, whereabouts: Whereabouts) -> bool | None:
