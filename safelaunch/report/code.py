@@ -206,8 +206,6 @@ def _handled(facts: CaseFacts, rank: int) -> list[str]:
 
 @dataclass(frozen=True)
 class _SourceReader:
-    """Reads the source around frames."""
-
     facts: CaseFacts
     said: Callable[[str], str]
 
@@ -231,7 +229,7 @@ class _SourceReader:
         return places, tuple(callers)
 
     def as_left(self, place: FrameWithSource) -> FrameWithSource:
-        """Returns the place of a rank that has ended: no longer at that line, and outside the loop around it."""
+        """Returns ``place`` with marks for a rank that has left both this line and the loop around it."""
         loop = next((step.line for step in way_to(place.frame, self.facts.read_source) if step.loop), None)
         lines = []
         for line in place.lines:
@@ -270,7 +268,7 @@ class _SourceReader:
 
 
 def _went_elsewhere(frame: Frame, other: Sequence[Frame]) -> bool:
-    # In a script's top-level code, ``other`` must have come by another line of it.
+    # In a script's top-level code, another line counts.
     if frame.function != "<module>":
         return frame not in other
     return frame not in other and any(caller.function == "<module>" for caller in other)
@@ -278,7 +276,7 @@ def _went_elsewhere(frame: Frame, other: Sequence[Frame]) -> bool:
 
 def _without_gaps(source: Sequence[str], wanted: Set[int]) -> list[int]:
     """Returns the numbers of the lines to show: the wanted ones, and others in small gaps between them."""
-    for number in sorted(wanted):  # show a few more lines instead of a small gap
+    for number in sorted(wanted):  # fill small gaps
         following = next((other for other in range(number + 1, number + GAP + 2) if other in wanted), number)
         wanted |= {*range(number, following)}
     numbers = [number for number in sorted(wanted) if 0 < number <= len(source)]
@@ -287,7 +285,7 @@ def _without_gaps(source: Sequence[str], wanted: Set[int]) -> list[int]:
 
 
 def _else_lines(source: Sequence[str], around: Iterable[Enclosing]) -> Iterator[int]:
-    """Yields the ``else`` lines of conditions that weren't met, which the ranks took."""
+    """Yields the numbers of the ``else`` and ``elif`` lines whose branch the ranks took."""
     for each in around:
         if isinstance(each.statement, ast.If) and each.block and not each.in_body:
             between = range(end_of(each.statement.body[-1]), each.block[0].lineno + 1)
@@ -295,7 +293,10 @@ def _else_lines(source: Sequence[str], around: Iterable[Enclosing]) -> Iterator[
 
 
 def _note(facts: CaseFacts, step: Guard | SourceLoop) -> str:
-    """Returns ``leads rank 0 here; keeps ranks 1-3 from here`` if the condition depends on the rank."""
+    """Describes which ranks pass a condition on the rank: ``leads rank 0 here; keeps ranks 1-3 from here``.
+
+    Returns "" if the condition doesn't depend on the rank.
+    """
     if not isinstance(step, Guard) or not step.depends_on_rank:
         return ""
     admitted: dict[bool | None, list[int]] = {}

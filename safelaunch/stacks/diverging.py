@@ -45,11 +45,7 @@ def diverging_stacks(first: Sequence[Frame], other: Sequence[Frame], read_source
     """Returns where two stacks diverge; None if there is no such place or a source file is missing.
 
     They diverge in a function that both are in, or in two functions that one line calls by name: ``update(fill())``.
-
-    Args:
-        first: Innermost frame first, as ``other``.
-        other: Stack of the other rank.
-        read_source: Reads a source file.
+    Stacks are innermost first.
     """
     where = diverge(first, other)
     stacks = where.stacks
@@ -93,7 +89,7 @@ def _guards_on(stack: Sequence[Frame], callers: Sequence[Frame], read_source: Re
 
 
 def _passed(here: src.Context, into: src.Context, names: frozenset[str]) -> Iterator[str]:
-    """Yields the called function's parameters that receive one of ``names``, or a value that is equal on all ranks."""
+    """Yields the called function's parameters that receive one of ``names``, or the same value on all ranks."""
     function = into.scope
     if isinstance(function, ast.Module):
         return

@@ -49,7 +49,7 @@ class Guard(Step):
     test: ast.expr | None = field(default=None, compare=False, repr=False)
     names: Mapping[str, ast.expr] = field(default_factory=dict, compare=False, repr=False)
     otherwise: Sequence[ast.stmt] = field(default=(), compare=False, repr=False)  # statements that other ranks run
-    by_round: bool = False  # it depends on the number of the round alone, so it is equal on all ranks
+    by_round: bool = False  # it depends only on the number of the round, so it is equal on all ranks
 
     @cached_property
     def depends_on_rank(self) -> bool:

@@ -20,7 +20,7 @@ class LockTaken:
 
 
 def lock_at(frame: Frame, read_source: ReadSource) -> LockTaken | None:
-    """Returns the lock that the line takes by ``with`` or ``acquire()``; None for none or several."""
+    """Returns the lock that the line takes by ``with`` or ``acquire()``; None unless there is exactly one."""
     here = src.context(frame, read_source)
     taken = list(_takings(here))
     names = [name for name, line in taken if line == frame.line]

@@ -1,4 +1,4 @@
-"""Examines the object on which a line calls a method."""
+"""Examines the object whose method a line calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safelaunch.stacks.source import ReadSource
 
 
 def calls_method(frame: Frame, name: str, read_source: ReadSource) -> bool:
-    """Returns whether the line calls this method without arguments, and otherwise only computes its object."""
+    """Returns whether the line calls ``name`` without arguments and, apart from that, only computes its object."""
     calls = src.context(frame, read_source).calls
     if not calls or not isinstance(calls[0].func, ast.Attribute):
         return False
@@ -20,10 +20,10 @@ def calls_method(frame: Frame, name: str, read_source: ReadSource) -> bool:
 
 
 def is_result_of(frame: Frame, names: Collection[str], read_source: ReadSource) -> bool:
-    """Returns whether only these functions can have returned the object on which the line calls a method.
+    """Returns whether the object whose method the line calls must be a result of one of the functions ``names``.
 
-    ``f(x).wait()`` shows it. So does ``work.wait()`` if the function binds ``work`` only to results of ``f``, or to
-    items of a list of them.
+    ``f(x).wait()`` proves it. So does ``work.wait()``, if ``work`` is assigned only results of ``f``, or items from a
+    list of such results.
     """
     here = src.context(frame, read_source)
     called = [call.func.value for call in here.calls if isinstance(call.func, ast.Attribute)]

@@ -69,7 +69,6 @@ def ways_around(frames: Sequence[Frame], loop: SourceLoop, read_source: ReadSour
     Args:
         frames: The stack of the call, innermost first; the last frame is in the loop.
         loop: The loop. Ways to leave it don't count.
-        read_source: Reads a source file.
     """
     lefts = [
         left
