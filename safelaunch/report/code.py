@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from safelaunch.model import Culprit, Frame, Verdict, rank_words
@@ -10,7 +11,8 @@ from safelaunch.model.entries import Entries
 from safelaunch.report.rank_rows import range_of
 from safelaunch.report.stacks import frames_at_fault
 from safelaunch.stacks.frames import place, same_line, stack_of
-from safelaunch.stacks.guards import Guard, way_to
+from safelaunch.stacks.guards import Guard, SourceLoop, way_to
+from safelaunch.stacks.source import FUNCTIONS, Enclosing, context, end_of
 from safelaunch.verdict.guarding import whereabouts
 from safelaunch.verdict.phrases import capital
 from safelaunch.verdict.rank_state import CaseFacts
@@ -237,14 +239,15 @@ class _SourceReader:
         source = text.splitlines() if text else []
         if not 0 < frame.line <= len(source):
             return FrameWithSource(frame, ())
-        steps = way_to(frame, self.facts.read_source)
-        marked = {step.line: step for step in steps if "__name__" not in step.text}
-        return FrameWithSource(
-            frame, tuple(self._lines(source, frame.line, marked, _wanted(source, frame.line, steps, set(marked))))
-        )
+        marked = {step.line: step for step in way_to(frame, self.facts.read_source) if "__name__" not in step.text}
+        here = context(frame, self.facts.read_source)
+        first, last = (here.scope.lineno, end_of(here.scope)) if isinstance(here.scope, FUNCTIONS) else (1, len(source))
+        near = range(max(first, frame.line - BEFORE), min(last, frame.line + AFTER) + 1)
+        wanted = _without_gaps(source, {*near, *marked, *_else_lines(source, here.around)})
+        return FrameWithSource(frame, tuple(self._lines(source, frame.line, marked, wanted)))
 
     def _lines(
-        self, source: Sequence[str], here: int, marked: Mapping[int, Guard], wanted: Sequence[int]
+        self, source: Sequence[str], here: int, marked: Mapping[int, Guard | SourceLoop], wanted: Sequence[int]
     ) -> list[SourceLine]:
         made: list[SourceLine] = []
         for number in wanted:
@@ -265,57 +268,30 @@ def _went_elsewhere(frame: Frame, other: Sequence[Frame]) -> bool:
     return frame not in other and any(caller.function == "<module>" for caller in other)
 
 
-def _wanted(source: Sequence[str], here: int, steps: Sequence[Guard], marked: Set[int]) -> list[int]:
-    """Returns the numbers of the lines to show: those around ``here``, ``marked`` ones, and small gaps in between."""
-    first, last = _function_around(source, here)
-    wanted = set(range(max(first, here - BEFORE), min(last, here + AFTER) + 1)) | marked | set(_headed(source, steps))
+def _without_gaps(source: Sequence[str], wanted: Set[int]) -> list[int]:
+    """Returns the numbers of the lines to show: the wanted ones, and others in small gaps between them."""
     for number in sorted(wanted):  # fill small gaps
         following = next((other for other in range(number + 1, number + GAP + 2) if other in wanted), number)
-        wanted |= set(range(number, following))
+        wanted |= {*range(number, following)}
     numbers = [number for number in sorted(wanted) if 0 < number <= len(source)]
     filled = [number for number in numbers if source[number - 1].strip()]
     return [number for number in numbers if filled and filled[0] <= number <= filled[-1]]
 
 
-def _function_around(source: Sequence[str], here: int) -> tuple[int, int]:
-    """Returns the first and last line of the function that contains line ``here``, judging by indentation."""
-    least = _indent(source[here - 1])
-    for number in range(here - 1, 0, -1):
-        indent = _indent(source[number - 1])
-        if 0 <= indent < least:
-            least = indent
-            if source[number - 1].lstrip().startswith(("def ", "async def ")):
-                below = range(here + 1, len(source) + 1)
-                end = next((other for other in below if 0 <= _indent(source[other - 1]) <= indent), len(source) + 1)
-                return number, end - 1
-    return 1, len(source)
+def _else_lines(source: Sequence[str], around: Iterable[Enclosing]) -> Iterator[int]:
+    """Yields the numbers of the ``else`` and ``elif`` lines whose branch the ranks took."""
+    for each in around:
+        if isinstance(each.statement, ast.If) and each.block and not each.in_body:
+            between = range(end_of(each.statement.body[-1]), each.block[0].lineno + 1)
+            yield from [line for line in between if source[line - 1].lstrip().startswith(("else:", "elif "))][:1]
 
 
-def _headed(source: Sequence[str], steps: Sequence[Guard]) -> list[int]:
-    """Returns the numbers of the ``else`` and ``elif`` lines whose branch the ranks took."""
-    numbers = []
-    for step in steps:
-        if step.text.startswith("else of "):
-            indent = _indent(source[step.line - 1]) if step.line <= len(source) else -1
-            below = range(step.line, min(len(source), step.line + 200))
-            numbers += [
-                number + 1
-                for number in below
-                if _indent(source[number]) == indent and source[number].lstrip().startswith(("else:", "elif "))
-            ][:1]
-    return numbers
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip()) if line.strip() else -1
-
-
-def _note(facts: CaseFacts, step: Guard) -> str:
+def _note(facts: CaseFacts, step: Guard | SourceLoop) -> str:
     """Describes which ranks pass a condition on the rank: ``leads rank 0 here; keeps ranks 1-3 from here``.
 
     Returns "" if the condition doesn't depend on the rank.
     """
-    if step.loop or not step.depends_on_rank:
+    if not isinstance(step, Guard) or not step.depends_on_rank:
         return ""
     admitted: dict[bool | None, list[int]] = {}
     for rank in facts.ranks:

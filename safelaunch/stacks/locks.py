@@ -10,6 +10,8 @@ from safelaunch.model import Frame
 from safelaunch.stacks import source as src
 from safelaunch.stacks.source import ReadSource
 
+_RELEASING = frozenset({"wait", "wait_for"})  # of a condition
+
 
 @dataclass(frozen=True)
 class LockTaken:
@@ -19,18 +21,17 @@ class LockTaken:
 
 def lock_at(frame: Frame, read_source: ReadSource) -> LockTaken | None:
     """Returns the lock that the line takes by ``with`` or ``acquire()``; None unless there is exactly one."""
-    scope = src.scope_at(frame, read_source)
-    taken = list(_takings(scope))
-    here = [name for (line, _), name in taken if line == frame.line]
-    if len(here) != 1:
+    here = src.context(frame, read_source)
+    taken = list(_takings(here))
+    names = [name for name, line in taken if line == frame.line]
+    if len(names) != 1:
         return None
-    before = (line for (line, end), name in taken if name == here[0] and line < frame.line <= end)
-    held_at = max(before, default=0)
-    stored = [name for name in ast.walk(scope) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)]
-    root = here[0].partition(".")[0].partition("[")[0]
+    held_at = max((line for name, line in taken if name == names[0] and line < frame.line), default=0)
+    stored = [name for name in ast.walk(here.scope) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)]
+    root = names[0].partition(".")[0].partition("[")[0]
     if any(name.id == root and held_at <= name.lineno <= frame.line for name in stored):
         held_at = 0  # the name might mean another lock by then
-    return LockTaken(here[0], held_at)
+    return LockTaken(names[0], held_at)
 
 
 @dataclass(frozen=True)
@@ -69,42 +70,30 @@ def locks_held(stack: Sequence[Frame], read_source: ReadSource) -> tuple[LockHel
     """
     locks = []
     for depth, frame in enumerate(stack):
-        scope = src.scope_at(frame, read_source)
-        released = _waited_on(scope, frame.line) if depth == 0 else set()
-        for (line, end), name in _takings(scope):
-            if line < frame.line <= end and name not in released:
-                locks.append(LockHeld(name, line, frame))
+        here = src.context(frame, read_source)
+        functions = [call.func for call in here.calls if depth == 0 and src.name_called(call.func) in _RELEASING]
+        released = {ast.unparse(function.value) for function in functions if isinstance(function, ast.Attribute)}
+        held = ((name, line) for name, line in _takings(here) if line < frame.line and name not in released)
+        locks += [LockHeld(name, line, frame) for name, line in held]
     return tuple(locks)
 
 
-def _waited_on(scope: ast.AST, line: int) -> set[str]:
-    here = (call.func for call in src.calls_in(scope) if call.lineno == line)
-    return {ast.unparse(f.value) for f in here if isinstance(f, ast.Attribute) and f.attr in ("wait", "wait_for")}
+def _takings(here: src.Context) -> Iterator[tuple[str, int]]:
+    """Yields the source text of each lock taken on a line or certainly held there, and the line that took it.
 
-
-def _takings(scope: ast.AST) -> Iterator[tuple[tuple[int, int], str]]:
-    """Yields, for each lock taken, its line, the last line at which it is certainly held, and its source text.
-
-    After ``acquire()``, the last line is the one before the first ``release()`` in the same block.
+    A lock is held until the statement that contains the first ``release()`` in the block of its ``acquire()``.
     """
-    for block in _blocks(scope):
-        for number, statement in enumerate(block):
-            if isinstance(statement, (ast.With, ast.AsyncWith)):
-                for item in statement.items:
-                    if isinstance(item.context_expr, (ast.Name, ast.Attribute, ast.Subscript)):
-                        line = item.context_expr.lineno
-                        yield (line, src.end_of(statement)), ast.unparse(item.context_expr)
-            name = _calls_on(statement, "acquire")
-            if name:
-                ends = (each.lineno - 1 for each in block[number + 1 :] if name in _released_in(each))
-                yield (statement.lineno, next(ends, src.end_of(block[-1]))), name
-
-
-def _blocks(scope: ast.AST) -> Iterator[list[ast.stmt]]:
-    for node in ast.walk(scope):
-        for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
-            if isinstance(block, list):
-                yield block
+    for each in here.around:
+        statement = each.statement
+        if isinstance(statement, (ast.With, ast.AsyncWith)):
+            for taken in (item.context_expr for item in statement.items):
+                if isinstance(taken, (ast.Name, ast.Attribute, ast.Subscript)):
+                    yield ast.unparse(taken), taken.lineno
+        block = [*each.before, statement]
+        for number, before in enumerate(block):
+            name = _calls_on(before, "acquire")
+            if name and not any(name in _released_in(after) for after in block[number + 1 :]):
+                yield name, before.lineno
 
 
 def _calls_on(statement: ast.stmt, method: str) -> str:

@@ -12,11 +12,11 @@ from safelaunch.stacks.source import ReadSource
 
 def calls_method(frame: Frame, name: str, read_source: ReadSource) -> bool:
     """Returns whether the line calls ``name`` without arguments and, apart from that, only computes its object."""
-    here = src.calls_at(frame, read_source)
-    if not here or not isinstance(here[0].func, ast.Attribute):
+    calls = src.context(frame, read_source).calls
+    if not calls or not isinstance(calls[0].func, ast.Attribute):
         return False
-    of_object = set(ast.walk(here[0].func))
-    return here[0].func.attr == name and not here[0].args and of_object.issuperset(here[1:])
+    of_object = set(ast.walk(calls[0].func))
+    return calls[0].func.attr == name and not calls[0].args and of_object.issuperset(calls[1:])
 
 
 def is_result_of(frame: Frame, names: Collection[str], read_source: ReadSource) -> bool:
@@ -25,8 +25,9 @@ def is_result_of(frame: Frame, names: Collection[str], read_source: ReadSource) 
     ``f(x).wait()`` proves it. So does ``work.wait()``, if ``work`` is assigned only results of ``f``, or items from a
     list of such results.
     """
-    called = [call.func.value for call in src.calls_at(frame, read_source) if isinstance(call.func, ast.Attribute)]
-    return called != [] and _is_of(called[0], names, src.scope_at(frame, read_source), frozenset())
+    here = src.context(frame, read_source)
+    called = [call.func.value for call in here.calls if isinstance(call.func, ast.Attribute)]
+    return called != [] and _is_of(called[0], names, here.scope, frozenset())
 
 
 _ITEMS, _ADDING = frozenset({"reversed", "list", "tuple", "iter"}), frozenset({"append", "extend", "insert"})
@@ -39,10 +40,8 @@ def _is_of(node: ast.AST, names: Collection[str], scope: ast.AST, asked: frozens
         return called in names or (of_items and _is_of(node.args[0], names, scope, asked))
     if isinstance(node, (ast.List, ast.Tuple)):
         return all(_is_of(elt, names, scope, asked) for elt in node.elts)
-    if isinstance(node, ast.ListComp):
-        return _is_of(node.elt, names, scope, asked)
-    if isinstance(node, ast.Subscript):
-        return _is_of(node.value, names, scope, asked)
+    if isinstance(node, (ast.ListComp, ast.Subscript)):
+        return _is_of(node.elt if isinstance(node, ast.ListComp) else node.value, names, scope, asked)
     if not isinstance(node, ast.Name):
         return False
     if node.id in asked:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 from safelaunch.stacks import source as src
 from safelaunch.stacks.rank_names import depends_on_rank
@@ -29,11 +29,12 @@ def is_same_on_ranks(value: ast.expr, names: Mapping[str, ast.expr], steps: int 
     return True
 
 
-def varying_names(test: ast.expr, names: Mapping[str, ast.expr]) -> Iterator[str]:
-    """Yields the names in a condition that can have different values on the ranks, and ``()`` for each call."""
+def is_by_round(test: ast.expr, names: Mapping[str, ast.expr], counters: Set[str]) -> bool:
+    """Returns whether a condition depends on ``counters`` of rounds alone, so that it is equal on all ranks."""
+    if depends_on_rank(test, names) or any(src.calls_in(test)):
+        return False
     alike = {name for name, value in names.items() if is_same_on_ranks(value, names)}
-    yield from ("()" for _ in src.calls_in(test))
-    yield from (name for name in _names_except_settings(test) if name not in alike)
+    return alike.union(counters).issuperset(_names_except_settings(test))
 
 
 def _names_except_settings(test: ast.expr) -> Iterator[str]:

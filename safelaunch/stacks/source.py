@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Protocol
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from safelaunch.model import Frame
-from safelaunch.stacks.frames import basename, short
+from safelaunch.stacks.frames import short
 
 ReadSource = Callable[[str], "str | None"]  # path → text of the file, or None
 NO_SOURCE: ReadSource = lambda path: None  # noqa: E731
 
 
-class Located(Protocol):
-    @property
-    def file(self) -> str: ...
-    @property
-    def line(self) -> int: ...
-
-
 LOOPS = (ast.For, ast.While, ast.AsyncFor)
 AnyLoop = ast.For | ast.While | ast.AsyncFor
+ENDS = (ast.Return, ast.Break)  # of a loop
+EXITS = (ast.Return, ast.Continue, ast.Break, ast.Raise)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LINES = "lines"  # attribute of each node: the lines of its file
 
 
@@ -38,23 +34,6 @@ def tree_of(text: str) -> ast.Module:
     for node in ast.walk(tree):
         vars(node)[_LINES] = lines
     return tree
-
-
-def tree_in(path: str, read_source: ReadSource) -> ast.Module:
-    """Returns the file's tree; an empty module if the file can't be read."""
-    return tree_of(read_source(path) or "")
-
-
-def scope_at(frame: Located, read_source: ReadSource) -> ast.AST:
-    return scope_of(tree_in(frame.file, read_source), frame.line)
-
-
-def scope_of(tree: ast.Module, line: int) -> ast.AST:
-    scope: ast.AST = tree
-    for node in ast.walk(tree):  # breadth first: inner functions come later
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and spans(node, line):
-            scope = node
-    return scope
 
 
 def spans(node: ast.stmt | ast.expr | ast.ExceptHandler, line: int) -> bool:
@@ -86,12 +65,6 @@ def runs_aside(frame: Frame, read_source: ReadSource) -> str:
     return "a signal handler" if name in _signal_handlers(read_source(frame.file) or "") else ""
 
 
-def handler_of(frame: Frame, read_source: ReadSource) -> ast.ExceptHandler | None:
-    nodes = ast.walk(tree_in(frame.file, read_source))
-    handlers = (node for node in nodes if isinstance(node, ast.ExceptHandler))
-    return next((handler for handler in handlers if handler.lineno < frame.line <= end_of(handler)), None)
-
-
 @lru_cache(256)
 def _signal_handlers(text: str) -> frozenset[str]:
     calls = calls_in(tree_of(text if "signal" in text else ""))
@@ -99,67 +72,156 @@ def _signal_handlers(text: str) -> frozenset[str]:
     return frozenset(name for handler in handlers for name in list(names_in(handler))[:1])
 
 
+def names_called(nodes: Iterable[ast.AST]) -> frozenset[str]:
+    return frozenset(name_called(call.func) for node in nodes for call in calls_in(node))
+
+
 def name_called(func: ast.expr) -> str:
     """Returns ``f`` for ``a.f()`` and ``f()``; "" for any other expression."""
     return func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
 
 
-def calls_at(frame: Frame, read_source: ReadSource) -> list[ast.Call]:
-    return [call for call in calls_in(tree_in(frame.file, read_source)) if spans(call, frame.line)]
-
-
-def names_called_at(frame: Frame, read_source: ReadSource) -> set[str]:
-    return {name_called(call.func) for call in calls_at(frame, read_source)}
-
-
-# --- loops ------------------------------------------------------------------------------------------------------------
+# --- what encloses a line ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class SourceLoop:
-    line: int
-    # It is in another loop of its function or a caller, so a rank past it can be a round behind or ahead.
-    enclosed: bool
-    inside: Frame = field(compare=False)  # frame in the loop
-    # Conditions, in words, of each ``break``, or ``return`` to where another rank is, that ends it early.
-    breaks: tuple[str, ...] = field(default=(), compare=False)
-    end: int = field(default=0, compare=False)
+class Enclosing:
+    """A statement that contains a line."""
+
+    statement: ast.stmt
+    before: Sequence[ast.stmt]  # statements before it in its block
+    block: Sequence[ast.stmt] = ()  # its block that contains the line; empty if none does
+    handler: ast.ExceptHandler | None = None  # handler to which ``block`` belongs
 
     @property
-    def place(self) -> str:
-        return f"{basename(self.inside.file)}:{self.line}"
+    def in_body(self) -> bool:
+        return bool(self.block) and self.block is getattr(self.statement, "body", None)
 
-    def has(self, place: Located) -> bool:
-        return place.file == self.inside.file and self.line <= place.line <= self.end
-
-
-def ifs_with(ends: tuple[type[ast.stmt], ...], loop: AnyLoop, may: Callable[[ast.expr], bool]) -> tuple[str, ...]:
-    """Returns in words each ``if`` in the loop with one of ``ends`` in its body and a condition ``may`` accepts."""
-    ifs = [part for part in ast.walk(loop) if isinstance(part, ast.If) and any(isinstance(s, ends) for s in part.body)]
-    ifs = [branch for branch in ifs if may(branch.test)]
-    return tuple(
-        f"`if {text_of(branch.test)}` at line {branch.lineno}"
-        for branch in sorted(ifs, key=lambda branch: branch.lineno)
-    )
+    @property
+    def text(self) -> str:
+        """Returns ``if rank == 0``, ``else of if rank == 0`` or ``except OSError``."""
+        if self.handler is not None:
+            return except_words(self.handler)
+        head = head_of(self.statement) if isinstance(self.statement, (ast.If, *LOOPS)) else ""
+        return head if self.in_body else f"else of {head}"
 
 
-def loops_at(frame: Frame, read_source: ReadSource) -> list[SourceLoop]:
-    around = loops_around(scope_at(frame, read_source), frame.line)
-    return [SourceLoop(loop.lineno, n > 0, frame, end=end_of(loop)) for n, loop in enumerate(around)]
+def blocks_in(
+    block: Sequence[ast.stmt], around: tuple[Enclosing, ...] = ()
+) -> Iterator[tuple[Sequence[ast.stmt], tuple[Enclosing, ...]]]:
+    """Yields a block and the blocks inside it, inner ones first, with the statements around each, outermost first."""
+    for number, statement in enumerate(block):
+        if isinstance(statement, FUNCTIONS):
+            continue
+        for owner in (statement, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
+            handler = owner if isinstance(owner, ast.ExceptHandler) else None
+            for inner in (getattr(owner, name, None) for name in ("body", "orelse", "finalbody")):
+                if inner:
+                    yield from blocks_in(inner, (*around, Enclosing(statement, block[:number], inner, handler)))
+    yield block, around
 
 
-def loops_around(scope: ast.AST, line: int) -> list[AnyLoop]:
-    nodes = (node for node in ast.walk(scope) if isinstance(node, LOOPS) and spans(node, line))
-    return sorted(nodes, key=lambda loop: loop.lineno)
+class Context:
+    """The function around a line."""
+
+    def __init__(self, text: str, line: int) -> None:
+        self.tree = tree_of(text)
+        functions = (node for node in ast.walk(self.tree) if isinstance(node, FUNCTIONS) and spans(node, line))
+        self.scope = [self.tree, *functions][-1]  # breadth first: inner functions come later
+        self._line = line
+
+    @cached_property
+    def around(self) -> tuple[Enclosing, ...]:
+        """The statements that contain the line, outermost first."""
+        blocks = (found for found in blocks_in(self.scope.body) if holds(found[0], self._line))
+        block, around = next(blocks, ((), ()))
+        last = (Enclosing(each, block[:n]) for n, each in enumerate(block) if holds([each], self._line))
+        return (*around, *list(last)[:1])
+
+    @property
+    def loops(self) -> list[AnyLoop]:
+        return [each.statement for each in self.around if isinstance(each.statement, LOOPS)]
+
+    @property
+    def handlers(self) -> list[ast.ExceptHandler]:
+        return [each.handler for each in self.around if each.handler is not None]
+
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        """The calls on the line, outermost first."""
+        return [call for call in calls_in(self.scope) if spans(call, self._line)]
+
+    @cached_property
+    def names(self) -> Mapping[str, ast.expr]:
+        """Values of the names that the module or function assigns once."""
+        return assigned(self.tree) | assigned(self.scope)
+
+
+_context = lru_cache(256)(Context)
+
+
+def context(frame: Frame, read_source: ReadSource) -> Context:
+    return _context(read_source(frame.file) or "", frame.line)
+
+
+def exit_of(block: Sequence[ast.stmt]) -> ast.stmt | None:
+    """Returns the statement by which the code leaves at the end of a block, if any; looks into a final ``with``."""
+    last = block[-1] if block else None
+    return exit_of(last.body) if isinstance(last, ast.With) else last if isinstance(last, EXITS) else None
 
 
 def attempts_of(loop: AnyLoop) -> list[ast.Try]:
     """Returns each ``try`` that ends the loop when it succeeds: after a failure, the loop retries it."""
     tries = (statement for statement in loop.body if isinstance(statement, ast.Try))
-    return [attempt for attempt in tries if isinstance((attempt.orelse or attempt.body)[-1], (ast.Return, ast.Break))]
+    return [attempt for attempt in tries if isinstance(exit_of(attempt.orelse or attempt.body), ENDS)]
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(256)
+def assigned(scope: ast.AST) -> dict[str, ast.expr]:
+    # A name that is assigned twice has no definite expression.
+    values: dict[str, ast.expr | None] = {}
+    for node in _statements(scope):
+        for name, value in bindings(node):
+            values[name] = None if name in values else value
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _statements(scope: ast.AST) -> Iterator[ast.AST]:
+    # Skips the bodies of functions and classes.
+    for child in ast.iter_child_nodes(scope):
+        yield child
+        if not isinstance(child, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
+            yield from _statements(child)
+
+
+def bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield from _targets(target, node.value)
+    elif (isinstance(node, ast.AnnAssign) and node.value is not None) or isinstance(node, ast.NamedExpr):
+        yield from _targets(node.target, node.value)
+    elif isinstance(node, (ast.AugAssign, ast.For, ast.AsyncFor, ast.comprehension)):
+        yield from _targets(node.target, None)
+
+
+def _targets(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, ast.expr | None]]:
+    if isinstance(target, ast.Name):
+        yield target.id, value
+    elif isinstance(target, (ast.Tuple, ast.List)):
+        values = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
+        for number, element in enumerate(target.elts):
+            yield from _targets(element, values[number] if len(values) == len(target.elts) else None)
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
 
 
 MOST_TEXT = 120
+_LINE_BREAK = re.compile(r"\s*\\?\n\s*")
+_BREAK_AT_BRACKET = re.compile(r"(?<=[(\[{])\s*\\?\n\s*|\s*\\?\n\s*(?=[)\]}])")
 
 
 def text_of(node: ast.expr | ast.stmt) -> str:
@@ -173,17 +235,9 @@ def _written(node: ast.expr | ast.stmt) -> str:
     lines: Sequence[str] = vars(node).get(_LINES, ())[node.lineno - 1 : end_of(node)]
     if not lines or node.end_col_offset is None:
         return ""
-    # Column offsets count bytes.
-    first, last = lines[0].encode()[node.col_offset :].decode(), lines[-1].encode()[: node.end_col_offset].decode()
-    if len(lines) == 1:
-        return lines[0].encode()[node.col_offset : node.end_col_offset].decode()
-    parts = [part.strip().removesuffix("\\").rstrip() for part in (first, *lines[1:-1], last)]
-    if any("#" in part for part in parts):
-        return ""
-    text = parts[0]
-    for part in parts[1:]:
-        text += part if text.endswith(("(", "[", "{")) or part.startswith((")", "]", "}")) else f" {part}"
-    return text
+    whole = "".join(lines).encode()  # column offsets count bytes
+    text = whole[node.col_offset : len(whole) - len(lines[-1].encode()) + node.end_col_offset].decode()
+    return "" if len(lines) > 1 and "#" in text else _LINE_BREAK.sub(" ", _BREAK_AT_BRACKET.sub("", text))
 
 
 def names_in(node: ast.AST) -> Iterator[str]:
@@ -196,3 +250,9 @@ def names_in(node: ast.AST) -> Iterator[str]:
 
 def except_words(handler: ast.ExceptHandler) -> str:
     return f"except {text_of(handler.type)}" if handler.type is not None else "except"
+
+
+def head_of(statement: ast.If | AnyLoop) -> str:
+    if isinstance(statement, (ast.If, ast.While)):
+        return f"{type(statement).__name__.lower()} {text_of(statement.test)}"
+    return f"for {text_of(statement.target)} in {text_of(statement.iter)}"

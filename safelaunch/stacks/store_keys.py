@@ -35,7 +35,7 @@ def store_key_at(frame: Frame, read_source: ReadSource, values: Mapping[str, str
     Args:
         values: Local variables and the ``repr`` of their values.
     """
-    match = _key_in_source(read_source(frame.file) or "", frame.file, frame.line)
+    match = _key_in_source(src.context(frame, read_source), frame.file)
     if match is None:
         return None
     key, set_at = match
@@ -43,19 +43,11 @@ def store_key_at(frame: Frame, read_source: ReadSource, values: Mapping[str, str
 
 
 @lru_cache(256)
-def _key_in_source(text: str, file: str, line: int) -> tuple[ast.expr, tuple[Frame, ...]] | None:
-    tree = src.tree_of(text)
-    calls = list(src.calls_in(tree))
-    here = (call for call in calls if src.spans(call, line))
-    bound = (assignment for assignment in ast.walk(tree) if isinstance(assignment, ast.Assign))
-    stores = {
-        target.id
-        for assignment in bound
-        if _is_store(assignment.value)
-        for target in assignment.targets
-        if isinstance(target, ast.Name)
-    }
-    key = next((key for call in here for key in _keys(call, _WAITS, stores)), None)
+def _key_in_source(here: src.Context, file: str) -> tuple[ast.expr, tuple[Frame, ...]] | None:
+    calls = list(src.calls_in(here.tree))
+    bound = (binding for node in ast.walk(here.tree) for binding in src.bindings(node))
+    stores = {name for name, value in bound if value is not None and _is_store(value)}
+    key = next((key for call in here.calls for key in _keys(call, _WAITS, stores)), None)
     if key is None:
         return None
     shape = _shape(key)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from safelaunch.model import Frame
 from safelaunch.stacks import source as src
 from safelaunch.stacks.frames import basename
-from safelaunch.stacks.source import ReadSource, except_words
+from safelaunch.stacks.guards import SourceLoop
+from safelaunch.stacks.source import ReadSource
 
 _FIELD = re.compile(r"%(?:\(\w+\))?[-+ #0-9.]*[a-zA-Z]|\{[^{}]*\}")
 _LEAST = 6  # letters; a shorter text wouldn't identify its statement
@@ -55,86 +56,62 @@ class WayOut:
 
 
 def ways_out(frames: Iterable[Frame], read_source: ReadSource) -> Iterator[WayOut]:
-    scopes = set()
+    seen = set()
     for frame in frames:
-        scope = src.scope_at(frame, read_source)
-        if isinstance(scope, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef)) and scope not in scopes:
-            scopes.add(scope)
-            yield from _in_block(scope.body, _Around(frame, getattr(scope, "end_lineno", None) or 1 << 30))
+        scope = src.context(frame, read_source).scope
+        if scope not in seen:
+            seen.add(scope)
+            for block, around in src.blocks_in(scope.body):
+                yield from _left(block, around, frame, getattr(scope, "end_lineno", None) or 1 << 30)
 
 
-def ways_around(frames: Sequence[Frame], begin: int, read_source: ReadSource) -> list[str]:
+def ways_around(frames: Sequence[Frame], loop: SourceLoop, read_source: ReadSource) -> list[str]:
     """Returns in words how a round of a loop can skip a call, or compute its gradients without communication.
 
     Args:
         frames: The stack of the call, innermost first; the last frame is in the loop.
-        begin: First line of the loop. Ways to leave it don't count.
+        loop: The loop. Ways to leave it don't count.
     """
-    scope = src.scope_at(frames[-1], read_source)
-    loops = src.loops_around(scope, frames[-1].line)
-    body = next((range(loop.lineno, src.end_of(loop) + 1) for loop in loops if loop.lineno == begin), ())
     lefts = [
         left
         for left in ways_out(frames, read_source)
-        if any(map(left.leaves_out, frames)) and (left.frame.function != frames[-1].function or left.frame.line in body)
+        if any(map(left.leaves_out, frames)) and (left.frame.function != frames[-1].function or loop.has(left.frame))
     ]
     last = {left.skips: left for left in lefts if left.goes in ("continue", "behind the `try`")}
     ways = [f"`{way.words}` at {basename(way.frame.file)}:{way.frame.line}" for way in last.values()]
-    calls = (call for call in src.calls_in(scope) if call.lineno in body and isinstance(call.func, ast.Attribute))
+    calls = (call for call in src.calls_in(loop.node) if isinstance(call.func, ast.Attribute))
     unsynced = (call.lineno for call in calls if src.name_called(call.func) == "no_sync")
     return ways + [f"`no_sync()` at line {line}" for line in sorted(unsynced)[:1]]
 
 
-@dataclass(frozen=True)
-class _Around:
-    frame: Frame
-    end: int  # last line of the function
-    loop: ast.stmt | None = None
-    trial: range | None = None  # lines of the ``try`` to which this handler belongs
-    after: str = ""
-
-
-def _in_block(block: Sequence[ast.stmt], around: _Around) -> Iterator[WayOut]:
+def _left(
+    block: Sequence[ast.stmt], around: Sequence[src.Enclosing], frame: Frame, function_end: int
+) -> Iterator[WayOut]:
+    loop: src.AnyLoop | None = None
+    tried: range | None = None  # lines of the ``try`` to which this handler belongs
+    after = ""
+    for each in around:
+        if isinstance(each.statement, src.LOOPS):
+            loop, tried, after = each.statement, None, ""
+        elif each.handler is not None:
+            body: Sequence[ast.stmt] = getattr(each.statement, "body", [])
+            tried, after = range(body[0].lineno, src.end_of(body[-1]) + 1), each.text
+        elif isinstance(each.statement, ast.If) and tried is None:
+            after = each.text
+    last = block[-1] if block and after else None
+    leaves = isinstance(last, (ast.Continue, ast.Break, ast.Return))
+    if last is None or isinstance(last, ast.Raise) or not (leaves or tried):
+        return
+    skips = [tried] if tried is not None else []
+    if isinstance(last, ast.Return):
+        skips.append(range((loop or last).lineno, function_end + 1))
+    elif leaves and loop is not None:
+        skips.append(range((last if isinstance(last, ast.Continue) else loop).lineno, src.end_of(loop) + 1))
+    goes = type(last).__name__.lower() if leaves else "behind the `try`"
     for statement in block:
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            continue
-        is_loop = isinstance(statement, src.LOOPS)
-        inside = replace(around, loop=statement, trial=None, after="") if is_loop else around
-        for name in ("body", "orelse", "finalbody"):
-            nested = getattr(statement, name, None) or []
-            if isinstance(statement, ast.If) and not around.trial:
-                head = f"if {src.text_of(statement.test)}"
-                inside = replace(around, after=head if name == "body" else f"else of {head}")
-            yield from _in_block(nested, inside)
-        for handler in getattr(statement, "handlers", ()):
-            yield from _in_block(handler.body, _handling(statement, handler, around))
-    goes = _exit_kind(block[-1], around) if block else ""
-    for statement in block if goes else ():
         parts = _prints(statement)
-        if parts or statement is block[-1]:
-            frame = Frame(around.frame.file, statement.lineno, around.frame.function)
-            yield WayOut(frame, parts, goes, around.after, tuple(_skipped(block[-1], around)))
-
-
-def _handling(statement: ast.stmt, handler: ast.ExceptHandler, around: _Around) -> _Around:
-    body: Sequence[ast.stmt] = getattr(statement, "body", [])
-    return replace(around, trial=range(body[0].lineno, src.end_of(body[-1]) + 1), after=except_words(handler))
-
-
-def _exit_kind(last: ast.stmt, around: _Around) -> str:
-    if isinstance(last, (ast.Continue, ast.Break, ast.Return)):
-        return type(last).__name__.lower() if around.after else ""
-    return "behind the `try`" if around.trial is not None and not isinstance(last, ast.Raise) else ""
-
-
-def _skipped(last: ast.stmt, around: _Around) -> Iterator[range]:
-    if around.trial is not None:
-        yield around.trial
-    if isinstance(last, (ast.Continue, ast.Break)) and around.loop is not None:
-        begin = last if isinstance(last, ast.Continue) else around.loop
-        yield range(begin.lineno, src.end_of(around.loop) + 1)
-    elif isinstance(last, ast.Return):
-        yield range(around.loop.lineno if around.loop is not None else last.lineno, around.end + 1)
+        if parts or statement is last:
+            yield WayOut(Frame(frame.file, statement.lineno, frame.function), parts, goes, after, tuple(skips))
 
 
 def _prints(statement: ast.stmt) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ from safelaunch.model.entries import Entries
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.diverging import DivergingStacks, diverging_stacks
 from safelaunch.stacks.diverging_loops import common_loop
-from safelaunch.stacks.guards import Guard
-from safelaunch.stacks.source import SourceLoop, loops_at, names_called_at
+from safelaunch.stacks.guards import Guard, Retry, SourceLoop, loops_at
+from safelaunch.stacks.source import context, names_called
 from safelaunch.stacks.ways_out import ways_around
 from safelaunch.verdict import suggestions
 from safelaunch.verdict.doubts import Doubt
@@ -58,7 +58,8 @@ def diverging_conditions(facts: CaseFacts, finding: Finding) -> Iterator[Annotat
     ]
     later = [n for n, way in enumerate(branching.ways) if any(guard.by_round for guard in way)]
     if deciding := [guard for part in parts for guard in part[-MOST_NAMED:]]:
-        advice = frozenset({suggestions.TRIED_AGAIN}) if all(guard.again for guard in deciding) else suggestions.DRAWN
+        retries = all(isinstance(guard, Retry) for guard in deciding)
+        advice = frozenset({suggestions.TRIED_AGAIN}) if retries else suggestions.DRAWN
         words = " and ".join(f"`{guard.words}`" for guard in deciding)
         yield Annotation(f"Which way a rank goes depends on {words}.", advice=advice)
     elif ended is None and len(later) == 1:
@@ -102,8 +103,8 @@ def _can_differ(facts: CaseFacts, guard: Guard, ranks: Iterable[int]) -> bool:
     return not guard.by_round and any(guard.admits(whereabouts(facts, rank)) is None for rank in ranks)
 
 
-def _different_items(facts: CaseFacts, loop: Guard, around: Sequence[Frame]) -> Annotation:
-    skips = ways_around(around, loop.line, facts.read_source)
+def _different_items(facts: CaseFacts, loop: SourceLoop, around: Sequence[Frame]) -> Annotation:
+    skips = ways_around(around, loop, facts.read_source)
     text = (
         f"Both sides come from one line of `{loop.words}`: they iterate over different items, or in a different order"
     )
@@ -162,11 +163,12 @@ def _later_round(
         return
     way, stack = branching.stacks[later], branching.stacks[1 - later]
     if any(
-        fr.short(callee.function) not in names_called_at(caller, facts.read_source) for caller, callee in pairwise(way)
+        fr.short(callee.function) not in names_called(context(caller, facts.read_source).calls)
+        for caller, callee in pairwise(way)
     ):
         return
     loops = loops_at(stack[0], facts.read_source)
-    skips = ways_around(stack[::-1], loops[-1].line, facts.read_source) if loops else []
+    skips = ways_around(stack[::-1], loops[-1], facts.read_source) if loops else []
     ahead, behind = sides[later][1], sides[1 - later][1]
     text = f"All ranks get to {fr.place(way[-1])} in the same rounds (`{branching.ways[later][-1].words}`), so "
     text += f"{ranks_do(ahead, 'has', 'have')} left out calls before, or {ranks_do(behind, 'has', 'have')} made more"

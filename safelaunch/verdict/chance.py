@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Set
 from math import comb
 
 from safelaunch.model import Frame
-from safelaunch.stacks.guards import way_to
+from safelaunch.stacks.guards import conditions_to
 from safelaunch.verdict import suggestions
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Annotation, Finding, GuardedCall, stacks_of_waiters
@@ -52,8 +52,7 @@ def _condition_differs(facts: CaseFacts, finding: Finding) -> bool:
     for stack in stacks_of_waiters(facts, finding).values():
         if not stack or any(not facts.read_source(frame.file) for frame in stack):
             return True
-        steps = (step for frame in stack for step in way_to(frame, facts.read_source) if not step.loop)
-        ways.add(frozenset((step.file, step.line, step.taken) for step in steps))
+        ways.add(frozenset(guard for frame in stack for guard in conditions_to(frame, facts.read_source)))
     return len(ways) != 1
 
 

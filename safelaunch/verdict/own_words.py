@@ -14,7 +14,7 @@ from safelaunch.model import (
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks import tracebacks
 from safelaunch.stacks.frames import short
-from safelaunch.stacks.source import handler_of, runs_aside
+from safelaunch.stacks.source import context, runs_aside
 from safelaunch.verdict.exceptions import one_line
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.peers import CallPlace, begins_at
@@ -73,10 +73,8 @@ def _handled_exception(facts: CaseFacts, rank: RankEvidence) -> Annotation | Non
             words = _exception_words(rank, exception)
             text = f"Rank {rank.rank} does so while it handles {words}."
             claim = Claim(f"rank {rank.rank}: handles {words}", f"ranks/{rank.rank}/rank.json")
-            is_end = exception.type.startswith("Stop") and exception.type.endswith(
-                "Iteration"
-            )  # of a loop, as by design
-            usual = is_end or _is_habit(facts, rank)
+            ends_loop = exception.type.startswith("Stop") and exception.type.endswith("Iteration")
+            usual = ends_loop or _is_habit(facts, rank)
             return Annotation(text, (claim,), advice=frozenset() if usual else frozenset({HANDLES}))
     return None
 
@@ -86,7 +84,7 @@ def _is_habit(facts: CaseFacts, rank: RankEvidence) -> bool:
     if wait is None or wait.group is None or wait.seq is None:
         return False
     before = facts.histories.in_group(wait.group).times_called(rank.rank, wait.seq) > 1
-    return before and any(handler_of(frame, facts.read_source) for frame in facts.ranks[rank.rank].user_stack)
+    return before and any(context(frame, facts.read_source).handlers for frame in facts.ranks[rank.rank].user_stack)
 
 
 def _exception_words(rank: RankEvidence, exception: HandledException) -> str:

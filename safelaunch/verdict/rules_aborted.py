@@ -154,16 +154,9 @@ def _shown_in(facts: CaseFacts, rank: int) -> str:
 def _callers_of_c10d(facts: CaseFacts, ranks: Iterable[int]) -> dict[tuple[fr.Spot, ...], list[int]]:
     ways = {}
     for rank in sorted(ranks):
-        rank_evidence = facts.ranks[rank].evidence
-        aborted, view = aborted_in(rank_evidence), facts.ranks[rank].view
-        frames = (
-            rank_evidence.exception.frames
-            if rank_evidence.exception is not None
-            else view.frames
-            if view is not None
-            else ()
-        )
-        frames = aborted.frames if aborted is not None else frames
+        evidence = facts.ranks[rank].evidence
+        seen = aborted_in(evidence) or evidence.exception or facts.ranks[rank].view
+        frames = seen.frames if seen is not None else ()
         way = dropwhile(lambda frame: "/torch/distributed/" in fr.normal(frame.file), frames)
         ways[rank] = tuple(map(fr.spot, way))
     return sides_of(ways)

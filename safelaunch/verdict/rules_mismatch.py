@@ -12,7 +12,7 @@ from safelaunch.model import Claim, Culprit, Frame
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.diverging_loops import loop_left, loop_returned_from
 from safelaunch.stacks.failures import Fingerprint, fingerprints
-from safelaunch.stacks.source import SourceLoop, loops_at
+from safelaunch.stacks.guards import SourceLoop, loops_at
 from safelaunch.stacks.ways_out import ways_around
 from safelaunch.verdict.blame import wait_claims, waiting_culprit
 from safelaunch.verdict.c10d import ROOTED, describe, fits, number_of, op_name, same_op, signature
@@ -445,7 +445,7 @@ def _is_innermost(facts: CaseFacts, loop: SourceLoop, stack: Sequence[Frame]) ->
 
 def _skips(facts: CaseFacts, stack: Sequence[Frame], loop: SourceLoop, more: int) -> str:
     part = next((n for n, frame in enumerate(stack) if frame == loop.inside), len(stack) - 1)
-    skips = ways_around(stack[: part + 1], loop.line, facts.read_source)
+    skips = ways_around(stack[: part + 1], loop, facts.read_source)
     skips += [f"{more} more step{'s' * (more > 1)}, with as many calls"] if more > 0 else []
     return ", ".join(skips[:2])
 

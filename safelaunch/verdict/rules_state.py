@@ -8,7 +8,7 @@ from dataclasses import replace
 from safelaunch.model import Claim
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
-from safelaunch.stacks.guards import way_to
+from safelaunch.stacks.guards import conditions_to
 from safelaunch.stacks.kernel import kind_of, thread_samples
 from safelaunch.verdict.blame import blame, condition_claims, conditions, most_doubtful, wait_claims
 from safelaunch.verdict.causes import FAILURES
@@ -389,7 +389,7 @@ def no_rank_stands_out(facts: CaseFacts) -> Finding:
 
 def _line_that_sets(facts: CaseFacts, own: Condition) -> str:
     for line in own.key.set_at if own.key is not None else ():
-        steps = [f"`{step.words}`" for step in way_to(line, facts.read_source) if not step.loop]
+        steps = [f"`{step.words}`" for step in conditions_to(line, facts.read_source)]
         under = f", under {' and '.join(steps)}" if steps else ""
         return f" No rank has set it; {fr.place(line)} is the line that would{under}."
     return ""

@@ -13,7 +13,7 @@ from safelaunch.model import (
     Frame,
 )
 from safelaunch.stacks import source as src
-from safelaunch.stacks.guards import names_at
+from safelaunch.stacks.guards import loops_at
 from safelaunch.stacks.source import ReadSource
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.majority import sides_of
@@ -58,11 +58,8 @@ def with_loops_left(facts: CaseFacts, finding: Finding) -> Finding:
 
 
 def _outermost_loop(stack: Iterable[Frame], read_source: ReadSource) -> Frame | None:
-    frames = [frame for frame in stack if src.loops_at(frame, read_source)]
-    if not frames:
-        return None
-    loop = src.loops_at(frames[-1], read_source)[0]
-    return Frame(frames[-1].file, loop.line, frames[-1].function)
+    loops = [loops[0] for frame in stack if (loops := loops_at(frame, read_source))]
+    return Frame(loops[-1].file, loops[-1].line, loops[-1].inside.function) if loops else None
 
 
 _STREAMS = frozenset({"IterableDataset", "WebDataset", "StreamingDataset", "MosaicStreamingDataset"})
@@ -71,35 +68,19 @@ _MOST_NAMES = 6  # names followed through assignments
 
 def _is_iterable(loop: Frame, read_source: ReadSource) -> bool:
     """Returns whether the loop's items come from an iterable dataset or a generator, if its file shows that."""
-    tree = src.tree_in(loop.file, read_source)
-    inside = Frame(loop.file, loop.line, loop.function)
-    heads = [
-        loop_node
-        for loop_node in src.loops_around(src.scope_at(inside, read_source), loop.line)
-        if loop_node.lineno == loop.line
-    ]
-    within = (
-        node for head in heads[-1:] for node in ast.walk(head)
-    )  # a loop over epochs contains the one over batches
+    here = src.context(loop, read_source)
+    heads = (head for head in here.loops if head.lineno == loop.line)
+    within = (node for head in heads for node in ast.walk(head))  # a loop over epochs contains the one over batches
     iterables = [node.iter for node in within if isinstance(node, (ast.For, ast.AsyncFor))]
-    values_of_names = names_at(inside, read_source)
-    names = set[str]().union(*(_names_in(iterable, values_of_names) for iterable in iterables))
+    names = set[str]().union(*(_names_in(iterable, here.names) for iterable in iterables))
     if any("Sampler" in name for name in names):
         return False
-    defined = {node.name: node for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    defined = {node.name: node for node in ast.walk(here.tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
     definitions = [defined[name] for name in names if name in defined]
-    bases = {
-        name
-        for definition in definitions
-        if isinstance(definition, ast.ClassDef)
-        for base in definition.bases
-        for name in src.names_in(base)
-    }
-    generators = (definition for definition in definitions if isinstance(definition, ast.FunctionDef))
-    yields = any(
-        isinstance(node, (ast.Yield, ast.YieldFrom)) for generator in generators for node in ast.walk(generator)
-    )
-    return bool(_STREAMS & (names | bases)) or yields or "streaming" in names
+    names |= {name for each in definitions for base in getattr(each, "bases", ()) for name in src.names_in(base)}
+    generators = (node for each in definitions if isinstance(each, ast.FunctionDef) for node in ast.walk(each))
+    yields = any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in generators)
+    return bool(_STREAMS & names) or yields or "streaming" in names
 
 
 def _names_in(value: ast.expr, values_of_names: Mapping[str, ast.expr], steps: int = _MOST_NAMES) -> set[str]:

@@ -9,7 +9,7 @@ import pytest
 from safelaunch.model import Frame
 from safelaunch.stacks.diverging import diverging_stacks
 from safelaunch.stacks.diverging_loops import common_loop, loop_left, loop_returned_from
-from safelaunch.stacks.source import SourceLoop
+from safelaunch.stacks.guards import SourceLoop
 from safelaunch.stacks.ways_out import WayOut, ways_out
 from tests.support.evidence import C10D, MODULE, at
 
@@ -189,6 +189,10 @@ def test_cached_function_is_diverging_condition() -> None:
     assert cached == [["@functools.lru_cache(maxsize=None)"], []]
 
 
+def line_and_enclosed(loop: SourceLoop | None) -> tuple[int, bool] | None:
+    return (loop.line, loop.enclosed) if loop is not None else None
+
+
 RETURNED = """\
 def run():
     if ready:
@@ -208,7 +212,7 @@ def evaluate():
 @pytest.mark.parametrize(
     ("past", "inside", "loop"),
     [
-        ((4,), (3, 11), SourceLoop(10, False, MODULE)),
+        ((4,), (3, 11), (10, False)),
         ((7,), (3, 11), None),  # possibly by another way
         ((7,), (3, 12), None),  # in no loop
         ((6,), (3, 11), None),  # by another way
@@ -217,15 +221,15 @@ def evaluate():
     ],
 )
 def test_loop_in_function_that_peer_returned_from_is_found(
-    past: tuple[int, ...], inside: tuple[int, ...], loop: SourceLoop | None
+    past: tuple[int, ...], inside: tuple[int, ...], loop: tuple[int, bool] | None
 ) -> None:
     names = ("run", "evaluate")
     stacks = [tuple(at(line, name) for line, name in zip(way, names, strict=False))[::-1] for way in (past, inside)]
     read = lambda path: RETURNED  # noqa: E731
-    assert loop_returned_from(*stacks, read) == loop
+    assert line_and_enclosed(loop_returned_from(*stacks, read)) == loop
     again = [(*stack, at(14, "<module>")) for stack in stacks]
     source_loop = loop_returned_from(*again, lambda path: RETURNED + "while True:\n    run()\n")
-    assert source_loop == (loop and SourceLoop(10, True, MODULE))
+    assert line_and_enclosed(source_loop) == (loop and (10, True))
 
 
 def test_return_inside_loop_counts_as_its_break() -> None:
@@ -263,7 +267,8 @@ def other():
 )
 def test_left_loop_is_found(ahead: int, behind: int, loop: int | None) -> None:
     stacks = [(Frame(C10D, 1, "barrier"), at(line, "train"), MODULE) for line in (ahead, behind)]
-    assert loop_left(stacks[0], stacks[1], lambda path: ROUNDS) == (SourceLoop(loop, False, MODULE) if loop else None)
+    source_loop = loop_left(stacks[0], stacks[1], lambda path: ROUNDS)
+    assert line_and_enclosed(source_loop) == ((loop, False) if loop else None)
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,7 @@ WHO = {
     "def f():\n    for x in y:\n        if rank == 1:\n            continue\n        call()  # here": [0, 2, 3],
     "def f():\n    for x in y:\n        if rank == 1:\n            log()\n            break\n        with z:\n"
     "            call()  # here": [0, 2, 3],
+    "def f():\n    if rank == 1:\n        with z:\n            return\n    call()  # here": [0, 2, 3],
     "def f():\n    if rank == 1:\n        go()\n    else:\n        raise SystemExit\n    call()  # here": [1],
     "def f():\n    try:\n        if rank == 1:\n            return\n    finally:\n        call()  # here": [0, 1, 2, 3],
     "def f():\n    if rank == 1:\n        def g():\n            call()  # here": [
