@@ -1,4 +1,4 @@
-"""Loads the probes of add-ons, which are the code that runs inside a rank (see ``addons.protocols.Probe``).
+"""Loads add-ons' probes, the part of their code that runs inside a rank (see ``addons.protocols.Probe``).
 
 Module ``addons/NAME/probe.py`` is loaded by its path, as ``_safelaunch_beacon.addons.NAME.probe``, because this
 interpreter might not have safelaunch. The ``__init__`` files above it aren't run, so nothing else of the add-on runs

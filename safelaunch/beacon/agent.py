@@ -1,4 +1,4 @@
-"""Beacon of the torchrun agent, the only process that knows its workers' pids and exit codes.
+"""The beacon in the torchrun agent, which is the only process that knows its workers' pids and exit codes.
 
 The beacon appends one JSON object per line to ``agent.events``. Each has a ``time_unix_s``:
 

@@ -40,7 +40,7 @@ _libraries: tuple[str, ...] = ()
 
 
 def install(path: str) -> None:
-    """Starts recording to file ``path``. Does nothing before Python 3.12, or if other tools hold both tool ids."""
+    """Starts recording to file ``path``. Does nothing before Python 3.12, or if other tools use both tool ids."""
     global _slots, _tool, _main, _libraries
     free = [number for number in _TOOL_IDS if _monitoring and _monitoring.get_tool(number) is None]
     if not free:

@@ -38,7 +38,7 @@ def protect_new_sockets(make: Callable[[], T]) -> T:
 def hold(paths: str) -> None:
     """Locks a byte of each file in ``paths`` (joined by ``os.pathsep``) until this process ends.
 
-    Skips files if that fails.
+    Skips a file if it can't be locked.
     """
     for path in filter(None, paths.split(os.pathsep)):
         fd = _locked(path)
@@ -77,7 +77,7 @@ def _sockets() -> dict[int, int]:
 
 
 def _is_protected(descriptor: object) -> bool:
-    """Returns whether the descriptor is still the protected file.
+    """Returns whether the descriptor still refers to the protected file.
 
     C code might have closed the file, and the script might have reused its number.
     """

@@ -10,7 +10,10 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
 def seconds_of(duration: object) -> float:
-    """Converts a number, a string such as ``90s``, ``10m`` or ``2h``, or a ``timedelta`` to seconds."""
+    """Converts a number, a string such as ``90s``, ``10m`` or ``2h``, or a ``timedelta`` to seconds.
+
+    Raises ValueError unless the duration is positive and finite.
+    """
     if isinstance(duration, str):
         match = _SECONDS.fullmatch(duration.strip())
         seconds = float(match[1] + (match[2] or "")) * _UNITS[(match[3] or "").lower()] if match else 0.0

@@ -1,4 +1,4 @@
-"""Records how a rank ends: its stacks at a fatal signal, its first uncaught exception, and the line that exits.
+"""Records how a rank ends: its stacks at a fatal signal, its first uncaught exception, and the line that made it exit.
 
 ``sys.exit`` and ``os._exit`` leave no traceback, so both are wrapped: they first write the caller's stack to the run
 directory. A script can catch ``SystemExit``, so only the last call counts, and only if the process ended with the exit
@@ -68,7 +68,7 @@ def _identity(fd: int) -> tuple[int, int]:
 
 
 def allow_tracing() -> None:
-    """Lets the supervisor and its descendants trace this process, which Yama's ptrace_scope 1 refuses by default."""
+    """Lets the supervisor and its descendants trace this process. By default, Yama refuses this (ptrace_scope 1)."""
     if not _supervisor or not os.path.exists(YAMA):
         return
     import ctypes
@@ -113,7 +113,7 @@ def raised(value: Exception) -> None:
 
 
 def _end_with(value: BaseException) -> None:
-    """Records GPU memory if the exception is about it, and waits for the supervisor.
+    """Records the GPU's memory if that is what the exception is about, and waits for the supervisor.
 
     The supervisor samples this rank's peers first, because they will fail, too, once this rank closes its connections.
     """

@@ -32,7 +32,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 def as_json() -> bytes:
     """Returns the answer as JSON.
 
-    Doesn't raise, because no error must reach C++, and any answer is better than none.
+    Never raises: an error must not reach C++, and any answer is better than none.
     """
     try:
         import contextlib
@@ -88,7 +88,7 @@ def _descriptions() -> dict[str, str]:
 def _stores() -> dict[str, str]:
     """Returns the address of each process group's rendezvous store.
 
-    Two groups with the same name and ranks are different groups if their stores differ.
+    If their stores differ, two groups with the same name and ranks are different groups.
     """
     world = _world()
     addresses = {}
@@ -107,7 +107,7 @@ def _stores() -> dict[str, str]:
 
 
 def _handlers() -> list[int]:
-    """Returns the signals that the script handles, in Python or by replacing a handler in C."""
+    """Returns the signals that the script handles, in Python or by a handler that it installed in C."""
     import signal
 
     present = {number: signal.getsignal(number) for number in signal.valid_signals()}
@@ -212,7 +212,7 @@ def _sends(op: Any) -> bool:
 
 
 def _ops_of(frame: Any, kind: type) -> list[Any]:
-    """Returns the ``P2POp`` in a function's variables if its code refers to ``P2POp`` or ``batch_isend_irecv``."""
+    """Returns the operations in a function's variables if its code refers to ``P2POp`` or ``batch_isend_irecv``."""
     if not {"P2POp", "batch_isend_irecv"}.intersection(frame.f_code.co_names):
         return []
 

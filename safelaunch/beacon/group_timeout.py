@@ -19,8 +19,8 @@ def apply(c10d: ModuleType, setting: str) -> None:
     """Makes a timeout the default of the process groups that this rank creates.
 
     Args:
-        c10d: The module ``distributed_c10d``, best before another module has imported a name from it.
-        setting: Seconds, empty for none; with a ``!``, groups to which the script gives a timeout get this one, too.
+        c10d: Module ``distributed_c10d``, if possible before another module has imported names from it.
+        setting: Seconds; empty to change nothing. With a ``!``, also replaces timeouts that the script sets.
     """
     if not setting:
         return

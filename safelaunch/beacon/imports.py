@@ -65,7 +65,10 @@ _finder = _Finder()
 
 
 def after_import(name: str, callback: Callback) -> None:
-    """Calls ``callback(module)`` after the import of ``name``, or now if it is already imported. It must not raise."""
+    """Calls ``callback(module)`` after the import of ``name``, or now if it is already imported.
+
+    ``callback`` must not raise.
+    """
     module = sys.modules.get(name)
     if module is not None:
         callback(module)

@@ -124,7 +124,7 @@ def send(connection: Any) -> None:
 def snapshot() -> dict[str, object]:
     """Returns the answer.
 
-    Stacks are read first, because they all show the same moment only while this thread keeps the GIL.
+    Reads the stacks first, because they all show the same moment only while this thread keeps the GIL.
     """
     threads = _stacks()
     roles = log.guarded(_roles)() or {}
@@ -209,7 +209,7 @@ def _task_files(name: str) -> dict[str, str]:
 
 
 def _roles() -> dict[str, str]:
-    """Returns pid → role for the workers of each DataLoader that a thread of this process is waiting in."""
+    """Returns pid → role for the workers of each DataLoader in which a thread of this process is waiting."""
     roles: dict[str, str] = {}
     for innermost in list(sys._current_frames().values()):
         for frame in upwards(innermost):

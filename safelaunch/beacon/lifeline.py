@@ -1,4 +1,4 @@
-"""Detects the death of the processes that would end this job, through two named pipes in the run directory.
+"""Detects, through two named pipes in the run directory, that the processes responsible for ending this job have died.
 
 Nothing is written to the pipes. A reader of ``life`` gets end-of-file if the supervisor has died. A reader of
 ``keepers`` gets end-of-file if no keeper is left: no supervisor, no guardian, and no process in ``watch``. After a
@@ -23,7 +23,10 @@ GUARDIAN_ENDS_S = 20.0  # a live guardian takes at most SIGTERM, 5 s, SIGKILL, 5
 
 @log.guarded
 def watch(run_dir: str, role: str) -> None:
-    """Starts a thread that starts a new guardian once both the supervisor and the guardian are dead."""
+    """Starts a thread that starts a new guardian once both the supervisor and the guardian are dead.
+
+    The thread waits in ``read`` without the GIL. ``role`` is ``layout.AGENT_ROLE`` for the parent of all ranks.
+    """
     import _thread
     import atexit
 
@@ -129,7 +132,10 @@ def _start_guardian(run_dir: str, role: str) -> None:
 
 
 def _end_without(run_dir: str) -> None:
-    """Ends the job without a guardian, through its control group, which includes this process."""
+    """Ends the job without a guardian, through its control group, which includes this process.
+
+    If that fails, sends SIGTERM to this process, so that torchrun ends its ranks.
+    """
     for group in _recorded_members(run_dir, "group"):
         try:
             with open(os.path.join(group, "cgroup.kill"), "w") as file:

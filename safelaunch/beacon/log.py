@@ -23,7 +23,7 @@ _OURS = (os.path.join(_BEACON, ""), os.path.join(os.path.dirname(_BEACON), "addo
 
 
 def fault(where: str) -> None:
-    """Logs the current exception. The job loses only the evidence that depended on the failed step."""
+    """Logs the current exception. The failed step costs the job only the evidence that depends on it."""
     try:
         import traceback
 

@@ -30,7 +30,7 @@ at_first_step: Callable[[], object] = _nothing
 
 
 def use(buffer: bytearray | mmap.mmap, words: memoryview) -> None:
-    """Directs all marks to ``buffer`` (bytes) and ``words`` (the same memory as 64-bit words)."""
+    """Directs all marks to one block of memory, given as bytes (``buffer``) and as 64-bit words (``words``)."""
     global _bytes, _words
     _bytes, _words = buffer, words
 
@@ -61,7 +61,7 @@ def optimizer_stepped(optimizer: object, args: object, kwargs: object) -> None:
 def _new_slot(optimizer: object) -> int:
     """Returns the index of this optimizer's counter.
 
-    When the counters run out, the remaining optimizers share a spare one that is never read.
+    When the counters run out, the remaining optimizers share a spare counter that is never read.
     """
     number = len(_slots)
     if not number:

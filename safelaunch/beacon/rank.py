@@ -199,9 +199,9 @@ def _claim_as_task() -> None:
 
 
 def task(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the rank variables of this process if it is a task that srun or mpirun started, else rank 0 of 1.
+    """Returns the rank variables of this process: of its task if srun or mpirun started it, else of rank 0 of 1.
 
-    If each task is a launcher (``srun --ntasks-per-node=1``), its ranks have their own variables.
+    They don't apply if each task is a launcher (``srun --ntasks-per-node=1``), because its ranks have their own.
     """
     numbers = (layout.numbers_in(env, names) for names in layout.TASKS)
     number, size, local = next(filter(None, numbers), (0, 1, 0))

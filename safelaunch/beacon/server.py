@@ -97,7 +97,7 @@ def keep_flight_record(path: str) -> None:
 
 
 def _follow_recorders(add: Callable[[str, Callable[[Any, Any], None]], None]) -> None:
-    """From torch 2.15 on, adds a handler for each backend that has its own recorder.
+    """Adds a handler for each backend that has its own recorder, as backends do from torch 2.15 on.
 
     The recorder has the name that the backend's object reports, which can differ from its registered name (``nccl``
     makes an ``nccl2``). torch has no list of recorders, but the server lists its handlers even while Python hangs.
@@ -128,8 +128,9 @@ def _follow_recorders(add: Callable[[str, Callable[[Any, Any], None]], None]) ->
 def _without_inductor(dump: Callable[[], bytes]) -> bytes:
     """Calls ``dump`` while ``torch._inductor`` looks absent to this thread, unless it has already been imported.
 
-    To name the frames of compiled code, torch checks for ``torch._inductor``, which imports it. That loads 800 modules,
-    costs a second of CPU time in every rank at once, and waits forever if the rank hangs in an import.
+    To name the frames of compiled code, torch checks whether ``torch._inductor`` exists, and this check imports it.
+    That loads 800 modules, costs a second of CPU time in every rank at once, and waits forever if the rank hangs in an
+    import.
     """
     torch = sys.modules["torch"]
     if "_inductor" in vars(torch):

@@ -1,7 +1,7 @@
 """Marks in the rank's page that this rank, or a process forked from it, has set a timer that can end it.
 
-``/proc`` doesn't show the timers of ``alarm`` and ``setitimer``. They can end a process that would otherwise wait for
-others forever.
+``/proc`` doesn't show the timers of ``alarm`` and ``setitimer``. Such a timer can end a process that would otherwise
+wait forever.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def what_is_in_the_way(path: str) -> str:
 
 
 def why_unsafe(directory: os.stat_result) -> str:
-    """Returns why any user could replace a bundle in this directory; empty if only its owner or group can."""
+    """Returns why any user could replace a bundle in this directory; empty if only the owner or the group can."""
     if not directory.st_mode & stat.S_IWOTH:
         return ""
     if not directory.st_mode & stat.S_ISVTX:
@@ -100,7 +100,7 @@ def why_unsafe(directory: os.stat_result) -> str:
 
 
 def _owner_of_what_is_made() -> int:
-    """Returns the owner of files created here, because some network disks change the owner.
+    """Returns the owner of files created here. It might not be this user, because some network disks change it.
 
     Examines an open file, because an open file can't be swapped for another one.
     """
@@ -177,7 +177,7 @@ def copy_tree(source: str, target: str) -> None:
 
 
 def _remove_directory(name: str, descriptor: int) -> None:
-    """Empties the open directory, then removes it if ``name`` still refers to it. Ignores failures."""
+    """Empties the open directory ``descriptor``, then removes it if ``name`` still refers to it. Ignores failures."""
 
     def empty() -> None:
         for entry in list(os.scandir(".")):
@@ -257,7 +257,7 @@ def is_ours_alone(directory: os.stat_result) -> bool:
 
 
 def _remove_stale(directory: str) -> None:
-    """Removes our incomplete copies that are more than a day old, left because the disk had stopped responding."""
+    """Removes this user's incomplete copies of more than a day ago, which remain if a disk stopped responding."""
     if not is_ours_alone(os.stat(directory)):
         return
     for entry in list(os.scandir(directory)):

@@ -108,8 +108,8 @@ def publish(
     """Copies the staged bundle to ``directory/name`` within ``deadline_s`` seconds. Never raises.
 
     The copy has a hidden name until it is complete. If copying fails, the bundle moves to ``fallback``, without
-    retention. A process of user ``owner`` copies, so that root doesn't write where other users can rename files. If
-    that fails, root copies.
+    retention. The copy is made as user ``owner``, so that root doesn't write where other users can rename files. If
+    that fails, it is made as root.
     """
     problem = ""
     for user in (
@@ -240,8 +240,8 @@ def _why_unsafe(directory: Path) -> str:
 def check_directory(directory: Path) -> str:
     """Returns why a bundle can't be written to ``directory``; empty if it can.
 
-    Tries to write, because every directory looks writable to root and on the kernel's file systems. Gives up after
-    ``CHECK_DEADLINE_S`` seconds.
+    Tries to write, because to root, and on the kernel's own file systems, every directory looks writable. Gives up
+    after ``CHECK_DEADLINE_S`` seconds.
     """
     problems: list[str] = []
     thread = threading.Thread(target=lambda: problems.append(_try_directory(directory)), daemon=True)

@@ -48,7 +48,7 @@ def _document(value: object) -> bytes:
 
 
 class Staging(Sink):
-    """A bundle in progress. Writes each file when it arrives, redacted, and lists all artifacts.
+    """A bundle in progress. Redacts and writes each file when it arrives, and lists all artifacts.
 
     Text longer than ``limit_bytes`` is cut (logs keep their end, other text its beginning); other artifacts above that
     size are left out. Files that a late thread adds after ``close`` are dropped.
@@ -78,7 +78,7 @@ class Staging(Sink):
         return self._whole(artifact, _document(self.redactor.tree(msgspec.to_builtins(value))))
 
     def add_report(self, artifact: Artifact, text: str | None) -> None:
-        """Adds a report on evidence that is already redacted. A search for assignments would damage it."""
+        """Adds a report. Doesn't search it for assignments, because its evidence is already redacted."""
         content = self.redactor.markup(text).encode("utf-8", "backslashreplace") if text is not None else None
         self.put((artifact, content))
 

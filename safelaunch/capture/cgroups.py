@@ -43,9 +43,9 @@ def directory(pid: int, controller: str = "", root: Path = ROOT) -> Path | None:
 
 
 def nearest(group: Path, name: str, root: Path = ROOT) -> str:
-    """Returns the contents of file ``name`` in ``group`` or its closest ancestor that has it; empty if absent.
+    """Returns the contents of file ``name`` in ``group`` or its closest ancestor that has it; empty if there isn't one.
 
-    A group in which a controller isn't enabled, such as the job's, is still subject to its ancestors' limits.
+    Ancestors count because a group without the controller, such as the job's, is still subject to their limits.
     """
     places = (place for place in (group, *group.parents) if place.is_relative_to(root))
     return next((text for place in places if (text := text_of(place / name).strip())), "")
@@ -63,7 +63,7 @@ def is_frozen(pid: int) -> bool:
 def throttled_ms(pid: int) -> int:
     """Returns how long CPU limits (v2 ``cpu.max``, v1 ``cpu.cfs_quota_us``) have stopped the process's groups.
 
-    Includes ancestor groups, because each group counts only its own limit.
+    The result includes ancestor groups, because each group counts only the time stopped by its own limit.
     """
     total_us = 0
     for group in {directory(pid), directory(pid, "cpu")} - {None}:

@@ -61,10 +61,10 @@ def ranks(
 
     Args:
         looks: The looks so far, oldest first.
-        basics: What is known about each rank.
+        basics: Facts known about each rank.
         pages: The directory of progress pages.
         evidence: Receives each rank's evidence as it arrives. If a rank is late, only its finished steps are included.
-        ask: False if the ranks are gone or about to end: their worker servers aren't queried.
+        ask: Whether to query the ranks' worker servers; False if the ranks are gone or about to end.
         patience: Factor for the deadline; 1 on an idle machine.
     """
     evidence = {} if evidence is None else evidence
@@ -104,7 +104,10 @@ def _evidence_at_hand(target: Target, looks: Sequence[Look], basics: RankBasics,
 
 
 def at_hand(target: Target, looks: Sequence[Look], basics: RankBasics, host: str, sink: Sink) -> RankEvidence:
-    """Returns the evidence that already exists, and writes its files. A late rank has no other evidence."""
+    """Returns the evidence that already exists, and writes its files.
+
+    If a rank doesn't respond in time, it has no other evidence.
+    """
     folder = f"ranks/{target.rank}"
     evidence = _evidence_at_hand(target, looks, basics, host)
     _write_stacks(folder, most_telling(looks, target.rank), sink)
@@ -161,7 +164,7 @@ def _with_kept_record(basics: RankBasics, kept: FlightCapture | None) -> RankBas
 
 
 def most_telling(looks: Sequence[Look], rank: int) -> RankLook | None:
-    """Returns the newest look at a rank with its stack, or else the newest look.
+    """Returns the newest look that has the rank's stack, or else the newest look; None if no look has the rank.
 
     On a busy machine, a look can miss its deadline after an earlier one succeeded.
     """
@@ -172,7 +175,7 @@ def most_telling(looks: Sequence[Look], rank: int) -> RankLook | None:
 
 
 def of_ended(rank: int, basics: RankBasics, pages: Path, host: str, sink: Sink) -> RankEvidence:
-    """Returns the evidence on a rank that ended before any look at it: the records that it left."""
+    """Returns the evidence on a rank that ended before it was looked at: the records that it left."""
     folder, progress = f"ranks/{rank}", basics.progress
     gone = "the rank ended before safelaunch could look at it"
     sink.add(Artifact(f"{folder}/stack.txt", "py-spy dump", 0.0, gone), None)
@@ -227,7 +230,7 @@ def of_another_node(evidence: RankEvidence, sink: Sink) -> None:
 
 
 def ask_server(target: Target, *, deadline_s: float = 2.0) -> ServerReply:
-    """Queries a rank's GIL test and Flight Recorder. Sends an exiting rank no request that needs the GIL."""
+    """Queries a rank's GIL test and Flight Recorder. Skips requests that need the GIL if the rank is exiting."""
     path, questions = str(target.socket), target.questions
     gil = worker_server.gil_test(path, questions, deadline_s=deadline_s / 2) if questions is not None else GilTest()
     return gil, flight_recorder.flight_record_of(

@@ -23,7 +23,7 @@ GRACE_S = 0.5  # to reap a killed helper; a thread waits for one stuck in the ke
 
 
 class HelperReports:
-    """Reports the pid of each helper as it starts, and kills the rest at the end.
+    """Reports the pid of each helper as it starts, and kills helpers that are still running at the end.
 
     The supervisor forwards the pids to its guardian, which ends hung helpers if the supervisor is killed.
     """
@@ -44,7 +44,7 @@ class HelperReports:
     def running(self, words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
         """Starts ``words`` in a new process group, which ``end_all`` can kill until the context ends.
 
-        Raises ``CaptureError`` if the start fails.
+        Raises ``CaptureError`` if the program can't be started.
         """
         this = object()
         self._starting.add(this)
@@ -68,7 +68,7 @@ class HelperReports:
             _kill(process)
 
     def close(self) -> None:
-        """Kills running helpers and starts no more. The threads that enforce their deadlines end with this process."""
+        """Kills running helpers and refuses to start more. The threads that enforce deadlines end with this process."""
         self._closed = True
         until = time.monotonic() + GRACE_S
         while self._starting and time.monotonic() < until:
@@ -90,7 +90,7 @@ class Output:
 def run(argv: list[str], *, deadline_s: float, cwd: Path | None = None) -> Output:
     """Runs ``argv`` without stdin for at most ``deadline_s`` seconds, then sends SIGKILL to its process group.
 
-    Never waits for a helper stuck in the kernel. Raises ``CaptureError`` if the start fails.
+    Never waits for a helper stuck in the kernel. Raises ``CaptureError`` if the program can't be started.
     """
     begin = time.monotonic()
     with helper_reports.running(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=cwd) as process:
@@ -113,7 +113,7 @@ def run(argv: list[str], *, deadline_s: float, cwd: Path | None = None) -> Outpu
 def run_together(
     commands: Sequence[Sequence[str]], folder: Path, *, deadline_s: float, stop: threading.Event | None = None
 ) -> list[Output]:
-    """Runs all commands at once, for at most ``deadline_s`` seconds or until ``stop`` is set, then kills the rest.
+    """Runs all commands at once. After ``deadline_s`` seconds, or once ``stop`` is set, kills those still running.
 
     Stderr goes to files in ``folder``; stdout is discarded. Needs no threads. If a command can't be started, its return
     code is None and its stderr the reason.

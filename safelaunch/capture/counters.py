@@ -1,8 +1,8 @@
 """Counts a job's work: what its processes have computed, read, written, sent and received so far.
 
-The processes aren't touched. The kernel doesn't count ``splice``, nor ``recv`` and ``send`` on Unix and UDP sockets,
-unlike ``read`` and ``write`` (``supervise.judge`` looks at the threads that wait in them). Work on already mapped pages
-shows only as CPU time.
+Reading doesn't disturb the processes. The kernel counts ``read`` and ``write``, but not ``splice``, nor ``recv`` and
+``send`` on Unix and UDP sockets; ``supervise.judge`` looks at threads that wait in these. Work on pages that are
+already mapped shows only as CPU time.
 """
 
 from __future__ import annotations

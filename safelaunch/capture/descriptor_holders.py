@@ -1,7 +1,7 @@
 """Searches for the processes that have the other ends of pipes, sockets and semaphores.
 
 A pipe's reader sees end-of-file only when every write end is closed, and a full pipe is emptied only through a read
-end. Forked children inherit both ends, so often an unintended process has them.
+end. Forked children inherit both ends, so they are often open in a process that doesn't need them.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def with_ends(
 ) -> tuple[ProcessState, ...]:
     """Adds the holders of the other ends that the threads of ``states`` wait for.
 
-    Searches processes in the order of ``pids``. Outside ``states``, the search ends after ``CPU_S`` seconds of CPU or
-    ``deadline_s`` seconds. If it was incomplete, only connections are reported: an unsearched process might have a pipe
-    or semaphore, too, but a connection has a single other end.
+    Searches processes in the order of ``pids``. The search of processes outside ``states`` ends after ``CPU_S`` seconds
+    of CPU time or ``deadline_s`` seconds. If it is incomplete, only connections are reported, because a connection has
+    only one other end, while unsearched processes might also hold a pipe or semaphore.
     """
     until = _EndOfSearch(time.thread_time() + CPU_S, time.monotonic() + deadline_s)
     wanted = {(state.pid, tid): end for state in states for tid, end in _wanted(state)}
@@ -155,7 +155,10 @@ def _might_have_inherited(pid: int, began: int, groups: Collection[str]) -> bool
 
 
 def _hides_its(pid: int) -> bool:
-    """Whatever its age and group, the job might have sent it a descriptor over a Unix socket that is closed by now."""
+    """True if the process belongs to another user, so that its descriptors can't be read.
+
+    Whatever its age and group, the job might have sent it a descriptor over a Unix socket that is closed by now.
+    """
     state = procstat.read(pid)
     if state is None or state.ppid in (0, _KTHREADD):  # init keeps what it receives, and kernel threads receive nothing
         return False
@@ -170,8 +173,8 @@ def _hides_its(pid: int) -> bool:
 def _are_closed(own: Collection[int], jobs: Collection[str], every: Collection[str]) -> bool:
     """True if no unsearched process can have received a descriptor from the job.
 
-    Requires that no descriptor is in transit in a Unix socket, and that none of the job's targets ``jobs`` is connected
-    to a Unix socket outside ``every``, the targets in all searched processes.
+    This requires that no descriptor is in transit in a Unix socket, and that none of the job's sockets (``jobs``) is
+    connected to a Unix socket that no searched process has (``every`` holds those they have).
     """
     unix, network = unix_sockets(), link_of("/proc/self/ns/net")
     if unix is None or {link_of(f"/proc/{pid}/ns/net") for pid in own} - {network, ""}:

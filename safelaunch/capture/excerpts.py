@@ -38,7 +38,7 @@ class Excerpts:
 
 
 def excerpt(source: str, lines: set[int]) -> str:
-    """Empties lines of ``source``, except in statements that contain one of ``lines`` or assign the rank."""
+    """Empties all lines of ``source``, except in statements that contain one of ``lines`` or assign the rank."""
     tree = tree_of(source)
     kept: set[int] = set()
     asked = assignments_of_the_rank(tree) if lines else []

@@ -29,7 +29,7 @@ class LockRow:
 
 
 def holders(pid: int, fd: int) -> tuple[int, ...]:
-    """Returns the processes that hold the lock that ``pid`` is waiting for at descriptor ``fd``; empty if unknown.
+    """Returns the holders of the lock that ``pid`` is waiting for on descriptor ``fd``; empty if unknown.
 
     The process that took the lock comes first, if it still has it. Processes that inherited the open file follow,
     because each can release the lock. A holder might be ``pid`` itself, if it opened the file twice. Can block on a
@@ -50,7 +50,9 @@ def holders(pid: int, fd: int) -> tuple[int, ...]:
 
 
 def _blocking_lock(table: str, pid: int, place: tuple[int, int, int]) -> LockRow | None:
-    """Returns the lock that ``pid`` is waiting for, which is listed above its waiters; None if its holder is unknown.
+    """Returns the lock that ``pid`` is waiting for; None if its holder is unknown.
+
+    The table lists a lock above its waiters.
 
     Several processes can hold locks on the same file, each on its own range of bytes.
     """
@@ -114,7 +116,10 @@ def locks_of(pid: int, *, of_others: bool, table: Sequence[LockRow] | None = Non
 
 
 def lock_on(pid: int, path: str) -> FileLock | None:
-    """Returns another process's exclusive lock on file ``path``, as ``pid`` sees that path; None if unknown."""
+    """Returns another process's exclusive lock on file ``path``, as ``pid`` sees that path; None if unknown.
+
+    Can block like :func:`holders`.
+    """
     try:
         place = _place(Path(f"/proc/{pid}/cwd", path))
     except (OSError, ValueError):

@@ -1,11 +1,11 @@
 """Parses Flight Recorder dumps (c10d's record of a rank's last collectives), versions 2.0 to 2.10.
 
-A dump is JSON from the worker server, which needs no GIL and has no frames, or a pickle with frames. The unpickler
-creates no objects of other classes, and a value is hashed, shown or compared only after a check of its type and size. A
-value that c10d wouldn't write counts as unknown, and ``FlightRecord.damaged`` names its field.
+A dump is either JSON from the worker server, which has no frames but doesn't need the GIL, or a pickle with frames. The
+unpickler creates only built-in types, and a value is hashed, shown or compared only after a check of its type and size.
+A value that c10d wouldn't write counts as unknown, and ``FlightRecord.damaged`` names its field.
 
-A pickle with a hostile *structure* can still kill its reader, because reading hashes a dictionary's keys. So a child
-process reads strangers' files (``bundle/reading/guard.py``).
+A pickle with a hostile *structure* can still kill its reader, because reading hashes a dictionary's keys. So files from
+strangers are read in a child process (``bundle/reading/guard.py``).
 
 torch 2.15 makes ``nccl2`` the default backend. Each backend then has its own recorder, in the same format
 (pytorch#192233), so a rank can have several dumps. Those recorders never record a call's start. They record its end,
@@ -169,12 +169,12 @@ _EntryRow = tuple[Any, ...]
 
 
 class _Decoder:
-    """Decodes the entries of one dump. Most of them repeat in every iteration of a training loop.
+    """Decodes the entries of one dump. Most entries recur in every iteration of a training loop.
 
     If a row is known, another iteration might begin there: the following rows are compared in bulk with the rows that
     followed last time, and decoded only if they differ. Comparing is cheap, because c10d's pickler shares the frames'
-    dictionaries, and identical objects are equal. It is safe: one of the two compared values has been checked, or
-    equals a checked value, so the recursion is never deeper than that value.
+    dictionaries, and identical objects are equal. It is safe, because one of the two compared values has been checked,
+    or equals a checked value, which limits the depth of the recursion.
     """
 
     def __init__(self, entries: list[dict[Any, Any]], shared: DumpParts, damaged: set[str]) -> None:

@@ -48,7 +48,7 @@ def flight_record_of(
     """Reads the JSON dump first, then the pickle unless ``ask_python`` is False; never raises.
 
     The record comes from the pickle, which has frames, or else from the JSON. Records of several backends are merged.
-    The handlers of torch 2.6 and 2.9 don't know gloo: if the job has no NCCL group, their answer isn't a record.
+    In torch 2.6 and 2.9, the handlers don't support gloo: if the job has no NCCL group, their response isn't a record.
     """
     backends = _backends(socket_path, json_deadline_s)
     as_json = _of_all(_all_of(socket_path, _json_handlers(backends), json_deadline_s), parse_json)
@@ -120,7 +120,7 @@ def newest_entry(socket_path: str, *, deadline_s: float = 1.0) -> int | None:
 class _Arrival(msgspec.Struct):
     """The fields of an entry that are needed from a healthy job.
 
-    The others are skipped: a record has thousands of entries.
+    Other fields are skipped, because a record has thousands of entries.
     """
 
     process_group: tuple[str, ...] = ()

@@ -46,12 +46,12 @@ def merged(records: Sequence[FlightRecord]) -> FlightRecord:
 
 
 def backend_of(op: str) -> str:
-    """Returns ``nccl2`` for ``nccl2:all_reduce``; empty if the name has no backend."""
+    """Returns the backend in an operation's name: ``nccl2`` for ``nccl2:all_reduce``; empty if it has none."""
     return op.partition(":")[0] if ":" in op else ""
 
 
 def contradicts_itself(record: FlightRecord) -> bool:
-    """Returns True if the record can't show how far the rank got: a group has collectives with no or repeated numbers.
+    """Returns whether the record can't show how far the rank got, because a group's numbers are missing or repeated.
 
     Also true if several groups share one counter and the ring has wrapped. Some repetitions are normal: calls of one
     launch share a number in adjacent entries, two threads' calls can be recorded in reverse order, and the end of a

@@ -1,4 +1,4 @@
-"""Reads a rank's stacks from inside, if py-spy is denied, missing or fails; see ``beacon/inside.py``.
+"""Reads a rank's stacks from inside the rank, if py-spy is denied, is missing or fails; see ``beacon/inside.py``.
 
 The request briefly needs the rank's GIL, which nearly every wait releases. The report has no C frames, and of the
 rank's children only their roles. But it adds facts that the kernel shows only to the rank itself.

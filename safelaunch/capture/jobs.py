@@ -1,4 +1,4 @@
-"""Finds jobs on this host that safelaunch didn't start, by the environments of their processes.
+"""Finds jobs on this host that safelaunch didn't start, using the environments of their processes.
 
 Every launcher (torchrun, accelerate, deepspeed, srun, mpirun, Ray, a shell script) gives each rank its variables, which
 the rank's children inherit.
@@ -68,7 +68,7 @@ class RunningJob:
 
 
 def jobs_in(table: Mapping[int, JobProcess], runs_torch: Callable[[int], object]) -> tuple[RunningJob, ...]:
-    """Returns the jobs in a table of processes by pid. Pure.
+    """Returns the jobs in a table of processes by pid. Has no side effects.
 
     A rank's process is the topmost one that has the rank's number and for which ``runs_torch`` is true. Other processes
     with that number are shells and launchers above it, or children that inherited its variables.
@@ -86,7 +86,7 @@ def jobs_in(table: Mapping[int, JobProcess], runs_torch: Callable[[int], object]
 def _jobs_of(
     members: Mapping[int, RunningRank], table: Mapping[int, JobProcess], runs_torch: Callable[[int], object]
 ) -> Iterator[RunningJob]:
-    """Splits processes with equal job variables into jobs: two processes with one rank belong to different jobs.
+    """Splits processes with equal job variables into jobs. Two processes with the same rank belong to different jobs.
 
     This happens if, for example, one job's launcher was killed before the next job began.
     """
@@ -115,7 +115,7 @@ def _main_of(
 
 
 def with_spawned(table: Mapping[int, JobProcess], is_spawned: Callable[[int], bool]) -> dict[int, JobProcess]:
-    """Adds rank variables to siblings that ``mp.spawn`` started, numbered in start order. Pure."""
+    """Adds rank variables to siblings that ``mp.spawn`` started, numbering them in start order. Has no side effects."""
     siblings: dict[int, list[JobProcess]] = {}
     for process in sorted(table.values(), key=lambda process: (process.start_ticks, process.pid)):
         if process.env is not None and _rank_of(process) is None and is_spawned(process.pid):
@@ -164,7 +164,7 @@ def job_of(
     describe: Callable[[int], str] = lambda pid: "",
     command: str = "dump",
 ) -> RunningJob:
-    """Returns the job to which ``pid`` belongs: as a rank, a rank's child, the launcher, or a process that started it.
+    """Returns the job to which ``pid`` belongs: as a rank, a rank's child, or a launcher or its parent.
 
     Ignores relations through init or through another user's processes. Raises UsageError, or AccessDenied if the
     process's variables can't be read.

@@ -58,10 +58,10 @@ def read(base: Path) -> LastWords:
 
 
 def parse_fatal(text: str) -> FatalError | None:
-    """Returns the last fatal error in faulthandler's output; None if it has only the stacks left by a SIGTERM.
+    """Returns the last fatal error in faulthandler's output; None if the output only has the stacks from a SIGTERM.
 
-    If a C library's thread aborts, it has no Python frames. Then the main thread, last in the list, shows where the
-    program was.
+    A C library's thread that aborts has no Python frames. Then the main thread, which is last in the list, shows where
+    the program was.
     """
     errors = list(_FATAL.finditer(text))
     if not errors:

@@ -69,7 +69,7 @@ class ProcessLook:
 
 @dataclass(frozen=True, slots=True)
 class RankLook:
-    """A rank and its children at one moment, including orphans."""
+    """A rank and its children, including orphaned ones, at one moment."""
 
     rank: int
     main: ProcessLook | None  # None if unreadable within the deadline
@@ -95,7 +95,7 @@ class Look:
 
 
 def take(targets: Sequence[Target], *, deadline_s: float) -> Look:
-    """Looks at all ``targets`` in parallel, within ``deadline_s`` seconds; stops no process; never raises.
+    """Looks at all ``targets`` in parallel, within ``deadline_s`` seconds; doesn't stop processes; never raises.
 
     A rank's main process gets half of ``deadline_s``, but at least 3 seconds if available; its children get the rest.
     """

@@ -54,7 +54,7 @@ class ProcessMemory:
 
     @cached_property
     def regions(self) -> list[Mapping]:
-        """All mappings by address; anonymous ones have an empty path. Raises OSError."""
+        """Returns all mappings by address. Anonymous mappings have an empty path. Raises OSError."""
         mappings = []
         for line in Path(f"/proc/{self.pid}/maps").read_text("utf-8", "replace").splitlines():
             bounds, access, offset, device, inode, *path = line.split(maxsplit=5)
@@ -81,8 +81,8 @@ class ProcessMemory:
     def environment(self) -> dict[str, str]:
         """Returns the process's current variables. Empty if unreadable.
 
-        ``/proc`` doesn't show changes, because Python, like C, makes them in memory only. The list is the C library's;
-        an executable that refers to it by name has its own copy.
+        The variables are read from memory, because ``/proc`` doesn't show changes that the program makes. The list is
+        the C library's, but an executable that refers to that list by name has its own copy.
         """
         with suppress(OSError):
             code = [mapping for mapping in self.mappings if mapping.executable]

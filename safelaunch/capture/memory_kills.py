@@ -1,7 +1,7 @@
-"""Finds processes killed by the out-of-memory killer, in its counters and the kernel log.
+"""Finds processes that the out-of-memory killer has killed, using its counters and the kernel log.
 
 A counter that has grown since the job's start shows that the killer was at work; the log shows which process it killed.
-In a container, where the log might be unreadable or give the host's pids, only the counters help.
+In a container, only the counters help, because the log might be unreadable or contain the host's pids.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Finds the native code in which a sleeping thread waits.
 
 ``with lock:``, ``work.wait()`` and a C extension that waits for its own threads look the same from Python. The search
-goes up from the sleeping thread's stack pointer, which the kernel knows. The first return address after a call of one
-of the C library's waits is in the waiting code. Leftovers of earlier calls can lie in between, so calls of other
-functions don't count. A call through a register does count, but not in Python itself, because a false match there would
-be taken for a Python lock.
+goes up from the sleeping thread's stack pointer, which the kernel knows. The first return address that follows a call
+to one of the C library's wait functions is in the waiting code. Leftovers of earlier calls can lie in between, so calls
+to other functions don't count. A call through a register does count, but not in Python itself, because a false match
+there would be taken for a Python lock.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Resting:
     def libraries(self, syscall: str) -> tuple[str, ...]:
         """Returns the files on a thread's native stack, except the C and C++ libraries.
 
-        They show which library started the thread, whatever code it is waiting in. The result contains ``?`` if the
-        stack is unreadable or too deep. Leftovers of earlier calls can add files, but no file on the stack is missing.
-        ``syscall`` is the same as for ``rests_in``.
+        These files show which library started the thread, whatever code it is waiting in. The result contains ``?`` if
+        the stack is unreadable or too deep. Leftovers of earlier calls can add files, but no file on the stack is
+        missing. ``syscall`` is the same as for ``rests_in``.
         """
         fields = syscall.split()
         if len(fields) != 9:
@@ -169,7 +169,7 @@ class Resting:
         """Returns the mapped file's current path.
 
         glibc creates a named semaphore under a temporary name, links it to its own name and removes the temporary one.
-        So its creator shows a deleted file that others can open.
+        So in its creator, the mapping names a deleted file, although other processes can open the semaphore.
         """
         if not mapping.path.endswith(_DELETED):
             return mapping.path

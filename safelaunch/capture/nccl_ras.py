@@ -51,7 +51,7 @@ def ask(
 
     Args:
         libraries: NCCL versions from Flight Recorder dumps.
-        spare: Reason why a crash of a process of the job would do harm; empty if it wouldn't.
+        spare: Reason why a process of the job must not crash; empty if a crash does no harm.
     """
     loaded = within_or(None, 1.0, "/proc/<pid>/maps", lambda: _loaded(pids))
     if loaded is None:
@@ -132,7 +132,7 @@ def port_of(address: str) -> int:
 
 
 def _first_answer(addresses: Sequence[tuple[str, int]], until: float) -> tuple[str, str]:
-    """Returns the first address's answer. Tries the next address only if no process answered the handshake."""
+    """Queries the addresses in turn and returns the first answer. Tries the next one only if the handshake fails."""
     reasons = []
     for number in range(ATTEMPTS):
         address = addresses[number % len(addresses)]

@@ -130,7 +130,7 @@ def resources(
 
 
 def pressure(place: str = "/proc/pressure") -> Result[str]:
-    """Returns the share of time in which tasks of this node waited for CPU, memory and I/O; never raises."""
+    """Returns the share of time that tasks on this node spent waiting for CPU, memory and I/O; never raises."""
 
     def read() -> str:
         lines = [f"{n}: {line}" for n in ("cpu", "memory", "io") for line in text_of(f"{place}/{n}").splitlines()]
@@ -210,7 +210,7 @@ def _network_within(deadline_s: float) -> dict[str, dict[str, str | int]]:
 
 
 def network(root: Path = Path("/sys/class")) -> dict[str, dict[str, str | int]]:
-    """Returns the network interfaces that are up or hardware, and the ports of InfiniBand devices (``mlx5_0/1``).
+    """Returns network interfaces (hardware, or any that is up) and the ports of InfiniBand devices (``mlx5_0/1``).
 
     Each has its known state, speed, MTU and nonzero error counters.
     """

@@ -60,7 +60,7 @@ class ProgressPage:
 
     @property
     def intact(self) -> bool:
-        """True unless the page was overwritten, which makes it useless."""
+        """True unless the page has been overwritten and so is useless."""
         words = self._words
         named = self._named
         return words[layout.READY] == layout.MAGIC and (named is None or words[layout.PID] == named[2])
@@ -257,8 +257,8 @@ def read_contract(base: Path) -> RankContract | None:
 class Roster:
     """Ranks of the newest attempt, from their beacons' pages and the agent's events.
 
-    ``attempt`` is TORCHELASTIC_RESTART_COUNT; ``starts`` counts the starts of workers by torchrun. On several nodes
-    they differ: if a node joins or leaves, torchrun restarts the workers with other ranks and the same attempt.
+    ``attempt`` is TORCHELASTIC_RESTART_COUNT; ``starts`` counts how often torchrun has started workers. The two differ
+    on several nodes: if a node joins or leaves, torchrun restarts the workers with other ranks and the same attempt.
     """
 
     def __init__(self, run: RunPaths) -> None:
@@ -345,10 +345,10 @@ class Roster:
     def pages(self) -> dict[int, ProgressPage]:
         """Returns one page per rank of the newest attempt.
 
-        Several processes can claim a rank, for example if a shell first runs a helper. Its page is from the process
-        that, in order of preference, marks steps, has the rank in its environment, imported torch, hasn't exited, is
-        the worker itself, or made the latest claim. If some process has a rank in its environment, processes without
-        one count only if they mark steps.
+        Several processes can claim a rank, for example if a shell first runs a helper. Processes are then preferred, in
+        this order, if they mark steps, have the rank in their environment, imported torch, haven't exited, are the
+        worker itself, or made the latest claim. If some process has a rank in its environment, processes without one
+        count only if they mark steps.
         """
         claims: dict[int, list[ProgressPage]] = {}
         for page in self._pages.values():

@@ -48,7 +48,7 @@ class Own:
     memory: int = -1  # descriptor of its memory; -1 without one
 
     def of(self, name: str, tid: int) -> str:
-        """Returns the contents of a thread's file ``name``; empty if not reported, or if the kernel has none."""
+        """Returns the contents of a thread's file ``name``; empty if not reported, or if the kernel doesn't have it."""
         text = {"syscall": self.calls, "wchan": self.waits}.get(name, {}).get(tid, "")
         return "" if text == "0" else text
 
@@ -70,7 +70,7 @@ def parse_io(text: str) -> tuple[int, int] | None:
 
 
 def parse_schedstat(text: str) -> tuple[int, int] | None:
-    """Parses ``/proc/<pid>/task/<tid>/schedstat``: milliseconds waiting for a core; number of time slices."""
+    """Parses ``/proc/<pid>/task/<tid>/schedstat`` into milliseconds of waiting for a core, and time slices."""
     fields = text.split()
     if len(fields) != 3 or not (fields[1].isdigit() and fields[2].isdigit()):
         return None
@@ -174,7 +174,7 @@ def role_of(state: ProcessState | None, stacks: tuple[StackSample, ...] = ()) ->
 
     The stack identifies a DataLoader's worker for every start method (``_worker_loop`` of
     ``torch/utils/data/_utils/worker.py``). The command line identifies multiprocessing's helpers. A forked child has
-    the same one as its parent.
+    the same command line as its parent.
     """
     frames = [frame for sample in stacks for thread in sample.threads for frame in thread.frames]
     if any(f.function == "_worker_loop" and f.file.endswith("utils/data/_utils/worker.py") for f in frames):
@@ -368,7 +368,7 @@ def scheduled(pid: int) -> dict[int, Scheduled]:
 
 
 def tids_inside(pid: int) -> dict[int, int]:
-    """Maps thread ids in the pid namespace of a process's container to ids here; empty if it has no own namespace."""
+    """Maps thread ids inside a process's container to ids here; empty if it shares this pid namespace."""
     tids: dict[int, int] = {}
     with suppress(OSError):
         for entry in Path(f"/proc/{pid}/task").iterdir():

@@ -66,8 +66,8 @@ def _place(descriptor: Path) -> tuple[int, ...] | None:
 def log_tail(records: Iterable[tuple[int, int, bytes]]) -> str:
     """Formats the records of a rank's ring (CLOCK_REALTIME ns, stream, bytes) as ``log_tail.txt``, not yet redacted.
 
-    Each line becomes ``HH:MM:SS.mmm out| text``, in UTC, with the time of its first part. A line rewritten with
-    carriage returns (a progress bar) shows its last state.
+    Each line becomes ``HH:MM:SS.mmm out| text``, with the time in UTC at which its first part was written. A line
+    rewritten with carriage returns (a progress bar) shows its last state.
     """
     lines: list[tuple[int, str, bytes]] = []
     open_lines: dict[str, tuple[int, bytes]] = {}
@@ -99,7 +99,7 @@ FILE_DEADLINE_S = 1.0
 
 
 def ends_of_files(pids: Mapping[int, int]) -> dict[tuple[int, ...], list[Result[str]]]:
-    """Reads the ends of the files that receive the ranks' output. Each key has the ranks that share a file.
+    """Reads the ends of the files that receive the ranks' output. The ranks that share a file are its key.
 
     ``pids`` is rank → pid. Skips pipes and terminals, because reading would take the output away.
     """

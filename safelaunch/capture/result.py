@@ -69,7 +69,7 @@ def within(deadline_s: float, what: str, source: Callable[[], T]) -> T:
 
 
 def within_or(default: T, deadline_s: float, what: str, source: Callable[[], T]) -> T:
-    """Runs ``within``, but returns ``default`` if the read isn't finished in time or permitted."""
+    """Runs ``within``, but returns ``default`` if the read doesn't finish in time or isn't permitted."""
     try:
         return within(deadline_s, what, source)
     except (CaptureError, OSError):

@@ -17,7 +17,7 @@ FileContent = tuple[Artifact, bytes | None]  # None if it is missing
 
 
 class Late(Exception):
-    """Raised because a source's time is over; its files are refused."""
+    """Raised because a source's deadline has passed, so its files are refused."""
 
 
 class Sink:
@@ -50,7 +50,7 @@ class Sink:
         self.put(self.maker.made_json(artifact, value))
 
     def add_file(self, artifact: Artifact, source: Path, *, dump: bool = False) -> None:
-        """Copies a file that the job wrote: a ``dump`` completely or not at all, a log only at its end."""
+        """Copies a file that the job wrote: a ``dump`` completely or not at all, but only the end of a long log."""
         self.put(self.maker.made_file(artifact, source, dump=dump))
 
 

@@ -79,7 +79,7 @@ def tcp_bytes() -> dict[int, int] | None:
 
 
 def _query(body: bytes, add: Callable[[bytes, int, int], None], *, every: bool, deadline_s: float = 0.5) -> bool:
-    """Queries sock_diag for one socket, or for ``every`` one. Returns False if that fails, or if there are too many.
+    """Queries sock_diag for one socket, or for all if ``every``. Returns False if that fails, or if there are too many.
 
     Calls ``add(answer, begin, end)`` for each socket.
     """

@@ -33,8 +33,8 @@ def describe(pid: int, inode: int) -> str:
 def resends(pid: int) -> bool:
     """Returns True if the kernel is resending data that a TCP peer of the process hasn't acknowledged.
 
-    This shows a network outage, which might already be over: after an outage of a minute, the kernel waits for up to
-    another minute before it resends.
+    The cause is a network outage, which might already be over: after an outage of a minute, the kernel can take another
+    minute to resend.
     """
     net = Path(f"/proc/{pid}/net")
     late = {inode for name in ("tcp", "tcp6") for inode in find_resending(_read(net / name))}

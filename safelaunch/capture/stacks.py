@@ -3,8 +3,8 @@
 A process that might be healthy is never stopped (``--nonblocking``). A ptrace stop ends ``recv`` with a timeout,
 ``semop``, ``epoll_wait`` and ``sigtimedwait`` with EINTR, which C code often treats as an error. It also shortens a
 write to a full pipe, and unbuffered Python (``python -u``, as torchrun starts ranks) drops the rest. The disadvantage
-is that the stack of a thread that runs during the read can mix two moments. The scheduler's counters show which threads
-ran.
+of not stopping is that the stack of a thread that runs during the read can mix two moments. The scheduler's counters
+show which threads ran.
 """
 
 from __future__ import annotations
@@ -170,9 +170,9 @@ def dump(
 ) -> Result[StackSample]:
     """Runs py-spy once on ``pid``, for at most ``deadline_s`` seconds; never raises.
 
-    If a killed py-spy leaves the process stopped, resumes it. ``native`` adds C frames, unless ``nonblocking``. Also
-    reads local variables, which show the peer of a send or receive, at no measurable cost. If py-spy fails to read
-    them, reads only frames, which is more reliable.
+    Resumes the process if py-spy had to be killed and left it stopped. ``native`` adds C frames, unless
+    ``nonblocking``. Also reads local variables, which show the peer of a send or receive, at no measurable cost. If
+    py-spy fails to read them, reads only frames, which is more reliable.
     """
     native = native and not nonblocking
     options = ["--nonblocking"] * nonblocking + ["--native"] * native
@@ -235,7 +235,7 @@ def stack_of(
 
 
 def settled(pid: int, until: float, read: Callable[[], Result[StackSample]]) -> Result[StackSample]:
-    """Reads the stacks of ``pid`` up to ``READS`` times, until no thread that is asleep now ran during the read.
+    """Reads the stacks of ``pid`` up to ``READS`` times, until every sleeping thread was asleep during a whole read.
 
     Keeps the first stack of each thread that didn't run while it was read.
     """
@@ -299,7 +299,7 @@ def _alive(pid: int, state: ProcessState | None) -> ProcessState:
 def why_nonblocking(now: ProcessState, before: ProcessState | None = None) -> str:
     """Returns why py-spy must not stop this process; empty if it may.
 
-    D state counts only if ``before`` shows it too. Only ``before`` has system calls.
+    D state counts only if ``before`` shows it, too. Only ``before`` contains system calls.
     """
     if now.state in "Tt":
         return "the process is stopped"

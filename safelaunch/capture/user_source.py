@@ -1,8 +1,8 @@
 """Reads the user's source, for reports and for rules that need the code around a line.
 
 Paths come from the job or a stranger's bundle and can name anything, so only regular files named ``*.py`` are read,
-even if a path leads through links. The disk might not respond, so reads have a deadline, and a path that missed it
-isn't retried.
+even if the path contains links. The disk might not respond, so reads have a deadline, and a path that missed it isn't
+retried.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _root: list[int] = []  # an open directory that the paths are relative to
 
 @contextmanager
 def seen_by(pid: int) -> Iterator[None]:
-    """While active, files are read as process ``pid`` sees them, possibly in a container."""
+    """Within this context, files are read as process ``pid`` sees them, which might be in a container."""
     try:
         if link_of(f"/proc/{pid}/ns/mnt") != link_of("/proc/self/ns/mnt"):
             _root.append(os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))

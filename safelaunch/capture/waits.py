@@ -58,7 +58,7 @@ PATH_ARGUMENT = {
 
 
 def name_of(number: int, machine: str | None = None) -> str:
-    """Returns the name of a system call on ``machine`` (default: this ``platform.machine()``), or ``""`` if unknown."""
+    """Returns the name of a system call on ``machine`` (by default, this machine), or ``""`` if unknown."""
     return _NAMES.get(machine or platform.machine(), {}).get(number, "")
 
 

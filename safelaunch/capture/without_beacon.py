@@ -37,7 +37,7 @@ def why_without_beacon(pid: int) -> str:
 
 
 def _of_process(pid: int, ppid: int) -> str | None:
-    """Returns the reason for one process: None if it isn't Python, empty if it might still claim a page."""
+    """Returns why one process has no beacon; None if it isn't Python, empty if it might still claim a page."""
     directory = Path(f"/proc/{pid}")
     if not (directory / "exe").readlink().name.startswith(("python", "pypy")):
         return None

@@ -1,4 +1,4 @@
-"""Queries c10d's worker server, which answers inside each rank.
+"""Queries c10d's worker server, which runs inside each rank.
 
 The server expects ``POST /handler/<name>`` with a Content-Length; without one, torch 2.6 and 2.9 wait until they time
 out. Its response has a Content-Length, and the connection stays open unless the request forbids it.
@@ -97,9 +97,9 @@ def _ask(socket_path: str, method: str, handler: str, deadline_s: float) -> byte
 def gil_test(socket_path: str, questions: Questions | None = None, *, deadline_s: float = 1.0) -> GilTest:
     """Tests whether the rank's C++ side responds, and whether Python code can run in it; never raises.
 
-    The beacon's handler needs the GIL. It is queried twice, for up to ``deadline_s`` seconds each: a busy Python loop
-    releases the GIL often enough for a response. Both fields stay None if the server isn't running; only ``python``
-    stays None if the handler is missing.
+    The beacon's handler needs the GIL. It is queried twice, for up to ``deadline_s`` seconds each. That is long enough
+    if Python is in a busy loop, which releases the GIL now and then. Both fields stay None if the server isn't running;
+    only ``python`` stays None if the handler is missing.
     """
     try:
         post(socket_path, "ping", deadline_s=deadline_s)

@@ -1,7 +1,7 @@
 """Records that the layers exchange: the evidence and the verdict.
 
-All are immutable. They are ``msgspec`` structs because ``safelaunch diagnose`` reads bundles from disk, and msgspec
-checks the type of every field while decoding, in fast C code.
+All records are immutable. They are ``msgspec`` structs because ``safelaunch diagnose`` reads bundles from disk, and
+msgspec checks the type of every field while decoding, in fast C code.
 """
 
 from __future__ import annotations

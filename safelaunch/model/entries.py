@@ -26,7 +26,7 @@ class Kinds:
         self._numbers: dict[Collective, int] = {}
 
     def number_of(self, kind: Collective) -> int:
-        """Returns the number of ``kind``, a result of :func:`kind_of`. Adds it if it is new."""
+        """Returns the number of ``kind``, which :func:`kind_of` returned. Adds the kind if it is new."""
         number = self._numbers.setdefault(kind, len(self.all))
         if number == len(self.all):
             self.all.append(kind)
@@ -37,6 +37,8 @@ class Entries(Sequence[Collective]):
     """A record's entries, oldest first.
 
     Indexing builds an entry on demand; loops over all entries should use the columns.
+
+    ``kind_of[i]`` is entry ``i``'s kind, as a number in ``kinds``. The other columns are fields of ``Collective``.
     """
 
     __slots__ = ("_used", "created_ns", "kind_of", "kinds", "p2p_seqs", "record_ids", "seqs", "threads")
@@ -134,7 +136,7 @@ class Entries(Sequence[Collective]):
 
 
 def positions(numbers: Sequence[int], wanted: Collection[int]) -> list[int]:
-    """Returns the positions in ``numbers`` that hold one of ``wanted``, in order."""
+    """Returns, in order, the positions at which ``numbers`` has one of ``wanted``."""
     if len(wanted) > _FEW:
         return [at for at, number in enumerate(numbers) if number in wanted]
     found = []

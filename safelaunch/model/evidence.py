@@ -195,7 +195,7 @@ class FirstWord(Record, frozen=True):
 
 
 class EarlyLook(Record, frozen=True):
-    """The result of looking at the ranks of a quiet job long before the threshold."""
+    """The result of a look at the ranks of a quiet job, taken long before the threshold."""
 
     unix_s: float
     quiet_s: float  # time since the last progress
@@ -213,7 +213,7 @@ WRONG_RESULTS_FILE = f"{WRONG_RESULTS_KEY}.json"  # in a bundle
 
 
 class WrongResult(Record, frozen=True):
-    """A wrong result that no collective shows. A monitor found it in a job that otherwise runs."""
+    """A wrong result that no collective shows. A monitor found it in a job that otherwise runs normally."""
 
     kind: Literal["replicas-diverged", "non-finite-gradient", "loss"]
     unix_s: float
@@ -404,7 +404,7 @@ class NextStep(Record, frozen=True, omit_defaults=False):
 
 
 class BundlePlace(Record, frozen=True, omit_defaults=False):
-    """The bundle that supports a verdict about several nodes; the claims name its files."""
+    """The bundle that supports a verdict about several nodes. Claims refer to files in this bundle."""
 
     host: str
     path: str

@@ -29,7 +29,7 @@ class Frame(Record, frozen=True):
 
 
 class CallArguments(Record, frozen=True):
-    """Peers named by an active c10d call, by rank in the world or in the call's group. None: not given or not seen."""
+    """Peers named by an active c10d call, by rank in the world or in the call's group; None if not given or seen."""
 
     src: int | None = None
     dst: int | None = None
@@ -63,7 +63,7 @@ class StackSample(Record, frozen=True):
 
     @property
     def main_thread(self) -> Thread | None:
-        """Returns the thread that runs the script, by kernel id, else by the name MainThread; None if not found."""
+        """Returns the thread that runs the script; None if neither its kernel id nor the name MainThread is found."""
         for thread in self.threads:
             if thread.os_tid == (self.leads or self.pid):
                 return thread
@@ -366,7 +366,7 @@ class NcclLog(Record, frozen=True):
 class GilTest(Record, frozen=True):
     """Replies of a rank's worker server to two requests. Only the second one needs the GIL.
 
-    If ``ping`` is True and ``python`` False, a thread holds the GIL. The Python handler reports the remaining fields.
+    If ``ping`` is True and ``python`` is False, a thread holds the GIL. The Python handler reports the other fields.
     """
 
     ping: bool | None = None  # without the GIL; None: not sent, or the server wasn't up

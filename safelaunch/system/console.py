@@ -23,8 +23,8 @@ WRITE_DEADLINE_S = 2.0
 class Redaction:
     """Removes secrets from text. Does nothing until ``use`` sets a function.
 
-    The command line first sets general rules. Once the job's secrets are known, it sets a function that also removes
-    these.
+    The command line first sets general rules. Once the job's secrets are known, it sets another function that also
+    removes these.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ redact = Redaction()
 
 
 class FreshLine:
-    """Returns the line feeds that move the cursor below the job's output; empty until ``use`` sets a function.
+    """Returns the line feeds that move the cursor below the job's output. Returns none until ``use`` sets a function.
 
     The job writes to the same terminal or pipe, and a progress bar leaves the cursor in the middle of a line.
     """
@@ -79,7 +79,9 @@ ECHO = len("^C")  # the terminal might have written it at the beginning of a lin
 
 
 def display(descriptor: int, environ: Mapping[str, str]) -> Display:
-    """Returns a descriptor's width and whether it shows colour; for a file or a pipe, 100 columns without colour.
+    """Returns the width of a descriptor's lines, and whether they can have colour.
+
+    Files and pipes get 100 columns, no colour.
 
     The decision on colour follows CPython: NO_COLOR, then FORCE_COLOR, then TERM=dumb, then whether it is a terminal.
     """
@@ -158,8 +160,8 @@ _CELL = re.compile(r"(?<=\S) {2,}(?=\S)")
 def folded(text: str, width: int) -> str:
     """Breaks lines longer than ``width``, unless a single word is longer than that.
 
-    A row of cells, separated by two spaces, is broken between cells. Other lines are broken between words, and continue
-    below the text they belong to.
+    A row of cells, separated by two spaces, is broken between cells. Other lines are broken between words, and their
+    continuation is indented to the text it belongs to.
     """
     return "\n".join(part for line in text.split("\n") for part in _folded(line, width))
 
@@ -241,9 +243,9 @@ def say(text: str, *, color: bool = False, laid_out: bool = False) -> None:
     stopped reading (Ctrl-S, a full pipe) must not block the watchdog.
 
     Args:
-        text: The text. On a terminal, long lines break between words, but not in a path or a ``COMMAND``.
-        color: Whether its colours stay.
-        laid_out: Whether lines stay unbroken.
+        text: The text. On a terminal, long lines are broken between words, but not within a path or a ``COMMAND``.
+        color: Whether its colours are kept.
+        laid_out: Whether to leave lines unbroken.
     """
     lines = [
         line if line.startswith(PREFIX) else PREFIX + line
@@ -276,7 +278,7 @@ def _broken(line: str, width: int) -> list[str]:
 
 
 def _write(data: bytes) -> None:
-    """Writes to stderr, or to the terminal if stderr's reader has ended, as ``tee`` does after Ctrl-C."""
+    """Writes to stderr, or to the terminal if the reader of stderr is gone (``tee`` ends at Ctrl-C)."""
     data = fresh_line().encode() + data
     try:
         while data:

@@ -44,7 +44,7 @@ class UsageError(SafelaunchError):
 
 
 class AccessDenied(SafelaunchError):
-    """Access to a process is denied. The command line adds a command that has access."""
+    """Access to a process is denied. The command line adds which command to run instead."""
 
 
 class InterruptedWait(SafelaunchError):
@@ -54,11 +54,11 @@ class InterruptedWait(SafelaunchError):
 
 
 class PresetError(UsageError):
-    """A preset or configuration file is invalid. The message names the file and line."""
+    """A preset or a configuration file is invalid. The message names the file and line."""
 
 
 class DurationError(UsageError, ValueError):
-    """A value isn't a duration. Raised at the call that passes it."""
+    """A value isn't a duration. Raised by the call to which it was passed."""
 
 
 class ResourceError(UsageError):
@@ -66,15 +66,15 @@ class ResourceError(UsageError):
 
 
 class StoreError(ResourceError):
-    """The lease directory is unusable, so nothing can be leased, even if it is free."""
+    """The lease directory is unusable, so not even free GPUs and ports can be leased."""
 
 
 class CaptureError(SafelaunchError):
     """A source of evidence failed. ``message`` goes into the manifest; code depends only on ``kind``.
 
-    ``absent``: nothing listens. ``timeout``: the deadline passed. ``denied``: no permission. ``not installed``: the
-    tool is missing. ``outdated``: the tool doesn't support its input. ``no handler``: the worker server lacks one.
-    ``broken``: no usable answer.
+    ``absent``: no process listens. ``timeout``: the deadline passed. ``denied``: no permission. ``not installed``: the
+    tool is missing. ``outdated``: the tool doesn't support its input. ``no handler``: the worker server lacks the
+    handler. ``broken``: no usable answer.
     """
 
     def __init__(self, message: str, fix: str = "", kind: Failure = "") -> None:

@@ -111,8 +111,8 @@ def _choose_job(
 ) -> tuple[dict[int, _DumpFile], list[str]]:
     """Returns the dumps of one job by rank, and notes about skipped dumps of the same ranks.
 
-    Chooses the file name prefix with the most files, including ``failed`` (unreadable) ones, and of equals the newest.
-    Adds prefixes with other ranks (if each node has its own prefix), and recorders of other backends.
+    Chooses the file name prefix with the most files, including ``failed`` (unreadable) ones; among equals, the newest.
+    Adds dumps with other prefixes if they are from other ranks (nodes can have different prefixes) or other backends.
     """
 
     def weight(prefix: str) -> tuple[int, float]:

@@ -15,7 +15,10 @@ LINK = "it is a link, and safelaunch follows no links here"
 
 
 class Unreadable(SafelaunchError):
-    """Raised because a file isn't what it should be. The message doesn't contain the path; ``fix`` contains no NUL."""
+    """Raised because a file can't be used as what it should be.
+
+    The message doesn't contain the path; ``fix`` contains no NUL.
+    """
 
 
 def read_limited(path: Path, limit_bytes: int = MAX_FILE_BYTES) -> bytes:

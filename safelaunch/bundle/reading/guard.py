@@ -69,7 +69,7 @@ def in_child(work: Callable[[], _T], bounds: ReadLimits) -> _T:
 
 
 def all_in_child(work: Callable[[], Iterable[_T]], bounds: ReadLimits) -> list[_T]:
-    """Runs ``work()`` in a child, and returns all values that it yields; see ``in_child``."""
+    """Runs ``work()`` in a child, and returns all values that it yields; raises as ``in_child`` does."""
     parent_end, child_end = os.pipe()
     try:
         pid = os.fork()

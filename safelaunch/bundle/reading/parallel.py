@@ -26,7 +26,7 @@ _MOST_MEMORY_BYTES = 2 << 30
 def parse_all(
     paths: Sequence[Path], parse: _Parse[_T], *, parallel_from_bytes: int = PARALLEL_FROM_BYTES
 ) -> Iterator[_T | str]:
-    """Yields a value per file, in order; ``parse`` takes several files at a time.
+    """Parses files with ``parse``, which takes several at a time. Yields one value per file, in order.
 
     If a file exceeds its reader's limits, yields the reason instead; other files are unaffected.
     """

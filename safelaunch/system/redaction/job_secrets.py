@@ -36,8 +36,9 @@ _USER_AND_PASSWORD = re.compile(r"(?:\A|[=,;\s])[^\s:/@=,;]{1,64}:([^\s:/@]{3,25
 def secret_values(environment: Mapping[str, str], argv: Iterable[str], ordinary: Iterable[str] = ()) -> tuple[str, ...]:
     """Returns the secrets in the environment and on the command line. Finds them by name, randomness, or within texts.
 
-    Leaves out a value that equals one of ``ordinary`` (directories, names) or a component of one, because every mention
-    of that would be replaced. Also leaves out a value that an ordinary one contains, unless it can't be a word.
+    Leaves out a value that equals one of ``ordinary`` (directories, names) or a component of one, because otherwise
+    every mention of that name would be replaced. Also leaves out a value that is part of an ordinary name, unless it
+    can't be a word.
     """
     plain = _Ordinary(ordinary)
     return tuple(sorted({value for _, value in _learned(environment, argv) if value not in plain}))
@@ -172,7 +173,7 @@ def is_telling(value: str) -> bool:
 
 
 def is_mixed(value: str) -> bool:
-    """True if one part mixes letters and digits, or mixes upper and lower case in random order."""
+    """True if a part mixes letters and digits, or if upper and lower case alternate at random."""
     if any(not (part.isalpha() or part.isdigit()) for part in re.split(r"[\W_]+", value) if part):
         return True
     changes = sum(before.islower() != after.islower() for before, after in pairwise(filter(str.isalpha, value)))

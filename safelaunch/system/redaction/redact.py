@@ -206,7 +206,7 @@ def _is_plain(kind: SecretKind, assigned: re.Match[str], value: str) -> bool:
 
 
 def is_plain_value(kind: SecretKind, value: str) -> bool:
-    """Returns whether ``value`` isn't a secret although its name is of that kind."""
+    """Returns whether ``value`` isn't a secret, although it has a name of that kind."""
     if not value or REDACTED in value or NOT_SHOWN in value or _PLAIN_WORD.fullmatch(value):
         return True
     if kind == "password":
@@ -281,7 +281,7 @@ _UNSEEN = re.compile(
 
 
 class Reading:
-    """A decoded text, with a function that returns where each part was in the source."""
+    """A decoded text, with a function that returns the place of each part in the source."""
 
     def __init__(self, text: str, back: Callable[[int, int], tuple[int, int]]) -> None:
         self.text = text
@@ -348,7 +348,7 @@ def _origin(
 ) -> tuple[int, int]:
     """Returns where ``[begin, end)``, with ``end`` > ``begin``, was in the original text.
 
-    If it contains part of a replacement, the result covers the whole replaced text.
+    If the range contains part of a replacement, the result covers all of the text that was replaced.
     """
     first, last = bisect_right(here, begin) - 1, bisect_right(here, end - 1) - 1
     start = source_offsets[first] if first % 2 else source_offsets[first] + begin - here[first]
@@ -362,7 +362,7 @@ def _origin(
 def redact_env(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables, sorted by name.
 
-    Replaces entire values with secret names, and parts of others by their shape.
+    Replaces a value completely if its name is secret; otherwise, only the parts that look like secrets.
     """
     return {name: _value(name, environment[name]) for name in sorted(environment)}
 

@@ -149,7 +149,7 @@ class Redactor:
     # --- bytes --------------------------------------------------------------------------------------------------------
 
     def data(self, data: bytes) -> bytes:
-        """Removes secrets from a dump, JSON or text. Returns the same object if it contains no secrets.
+        """Removes secrets from a dump, JSON or text. Returns ``data`` itself if it contains no secrets.
 
         A dump keeps its format. Other data keep their length, because secrets are overwritten.
         """

@@ -103,7 +103,10 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _private_keys(text: str) -> Iterator[Span]:
-    """Yields private keys from BEGIN to END. If one of these is missing, yields the Base64 lines next to the other."""
+    """Yields private keys from BEGIN to END.
+
+    If one marker is missing, yields the Base64 lines next to the other one.
+    """
     ends = [match.span() for match in _END.finditer(text)]
     begun = [end for end, _ in ends]
     done = 0
