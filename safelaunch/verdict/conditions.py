@@ -43,6 +43,7 @@ class Condition:
     poll: Poll | None = None  # what it polls for
     key: StoreKey | None = None  # c10d store key that it waits for
     advice: frozenset[Advice] = frozenset()
+    exits_early: bool = False  # called exit in the middle of its script, with code 0
     # Nothing that another process does can end it, and no time limit is near. If False, it might wait for a rank that
     # wasn't seen.
     for_good: bool = False

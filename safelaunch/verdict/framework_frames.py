@@ -15,7 +15,6 @@ from safelaunch.verdict.phrases import by_place, capital, ranks_do
 from safelaunch.verdict.rank_state import CaseFacts
 
 _MOST_SIDES = 3
-_APART = frozenset({"collective-mismatch", "p2p-cycle", "group-order"})
 
 
 def frames_below(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
@@ -43,8 +42,6 @@ def frames_below(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
 
 def frames_above(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """Yields the callers from which ranks came to the same line, as in a helper, if these differ."""
-    if finding.cause not in _APART or not finding.culprits:
-        return
     stacks = {rank: stack for rank, state in facts.ranks.items() if (stack := state.user_stack)}
     for line in dict.fromkeys(
         fr.spot(stacks[culprit.rank][0]) for culprit in finding.culprits if culprit.rank in stacks
