@@ -40,7 +40,7 @@ def mismatch_at(alignment: Alignment, group: str, seq: int) -> Mismatch | None:
 def _with_incomplete_classes(classes: Mapping[Signature, list[int]]) -> dict[Signature, list[int]]:
     """Adds ranks with incomplete records to the largest class that they might match."""
     complete = {key: ranks for key, ranks in classes.items() if None not in key}
-    for key in classes.keys() - complete.keys():
+    for key in (key for key in classes if None in key):
         fitting = [complete_key for complete_key in complete if fits(key, complete_key)]
         joined = max(fitting, key=lambda candidate: len(complete[candidate]), default=key)
         complete[joined] = sorted([*complete.get(joined, ()), *classes[key]])
