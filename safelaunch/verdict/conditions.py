@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from msgspec import structs
 
@@ -21,6 +22,25 @@ from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.suggestions import Advice
 from safelaunch.verdict.thread_view import View
 
+# What a thread does. Empty for ranks of which no thread decides: they are gone, or a record or device shows more.
+State = Literal[
+    "",
+    "stopped",
+    "disk",  # in uninterruptible sleep
+    "dead",
+    "computes",
+    "child",  # waits for another process
+    "input",  # waits for standard input
+    "event loop",  # runs an idle event loop
+    "lock",  # waits for a lock, thread or queue
+    "pool",  # waits for a pool's result
+    "loader",  # waits for a DataLoader
+    "io",  # is blocked in I/O, or retries a file lock
+    "asleep",
+    "polls",
+    "unknown",
+]
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -31,6 +51,7 @@ class Condition:
     frame: Frame | None = None
     pid: int = 0
     process: str = "main"
+    state: State = ""
     doubts: tuple[Doubt, ...] = ()
     claims: tuple[Claim, ...] = ()
     lock: calls.LockWait | None = None  # lock in the process that the thread waits for
@@ -91,14 +112,14 @@ def _held_by_kernel(view: View) -> Condition | None:
     if wait.kind == "stopped":
         frozen = wait.call == "frozen cgroup"
         how = "does not run: its cgroup is frozen" if frozen else "is stopped by a signal (state T)"
-        return Condition("rank-stopped", f"{how}{where}", for_good=True)
+        return Condition("rank-stopped", f"{how}{where}", state="stopped", for_good=True)
     if wait.kind == "disk":
         channel = f" in {wait.call}" if wait.call else ""
         claim = view.kernel_claim(f"state D in every sample, wait channel {wait.call or 'unknown'}")
         text = f"is in uninterruptible sleep{channel}{where}"
-        return Condition("uninterruptible-io", text, claims=(claim,), for_good=True)
+        return Condition("uninterruptible-io", text, state="disk", claims=(claim,), for_good=True)
     if wait.kind == "dead":
-        return Condition("rank-exited", "is a zombie", for_good=True)
+        return Condition("rank-exited", "is a zombie", state="dead", for_good=True)
     return None
 
 
@@ -109,21 +130,22 @@ def _busy(view: View) -> Condition | None:
         return None
     share = f" ({wait.cpu_share:.0%} of a core)" if wait.cpu_share is not None else ""
     if not inner:
-        return Condition("busy-loop", f"spins in {view.place}{share}")
+        return Condition("busy-loop", f"spins in {view.place}{share}", state="computes")
     called = f"{fr.short(inner[0].function)} in {fr.basename(inner[0].file)}"
     text = f"computes in {called}, called from {view.place}{share}: the samples cannot distinguish slow from endless"
-    return Condition("busy-loop", text, doubts=(Doubt.MAY_BE_SLOW if view.user_frame else Doubt.STATE_UNKNOWN,))
+    doubts = (Doubt.MAY_BE_SLOW if view.user_frame else Doubt.STATE_UNKNOWN,)
+    return Condition("busy-loop", text, state="computes", doubts=doubts)
 
 
 def _waits_for_outside(view: View) -> Condition | None:
     wait, inner, where = view.wait, view.stack.called, view.place
     if wait.kind == "child" or calls.CHILD.on(inner):
-        return Condition("stuck-in-user-code", f"waits for a subprocess at {where}")
+        return Condition("stuck-in-user-code", f"waits for a subprocess at {where}", state="child")
     if wait.kind == "io" and wait.thread.fd == 0 and wait.call == "read":
-        return Condition("stuck-in-user-code", f"waits for standard input at {where}")
+        return Condition("stuck-in-user-code", f"waits for standard input at {where}", state="input")
     if calls.EVENT_LOOP.on(inner):
         text = f"runs an idle asyncio event loop at {where}: what its coroutines await does not arrive"
-        return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
+        return Condition("stuck-in-user-code", text, state="event loop", doubts=(Doubt.STATE_INFERRED,))
     return None
 
 
@@ -149,17 +171,17 @@ def _lock(view: View) -> Condition | None:
         text += f", which it already took at {fr.basename(view.user_frame.file)}:{taken.held_at}"
         lock = replace(lock, own=True)
     if lock.of_pool:  # its workers should end it; no lock is held
-        return Condition("stuck-in-user-code", text, lock=lock, advice=frozenset({suggestions.POOL}))
+        return Condition("stuck-in-user-code", text, state="pool", lock=lock, advice=frozenset({suggestions.POOL}))
     advice = frozenset({suggestions.SIGNAL}) if lock.on == "signal" and not lock.shared else frozenset[Advice]()
     if lock.on == "lock":
         advice = frozenset({suggestions.OWN_LOCK}) if lock.own else suggestions.LOCK
-    if lock.what == "Future.result" and calls.RUNS_LOOP.on(view.stack.frames):
+    if lock.of == "future" and calls.RUNS_LOOP.on(view.stack.frames):
         text += ", on the thread of an event loop, which is blocked too"
         advice = frozenset({suggestions.OWN_LOOP})
     advice = frozenset({suggestions.TIMED}) if wait.left_s is not None else advice
     at_own_line = all(frame.file.endswith("/threading.py") for frame in inner)  # a library can hold a lock for a while
     for_good = not doubts and lock.on == "lock" and at_own_line and wait.left_s is None
-    return Condition("lock-deadlock", text, doubts=doubts, lock=lock, advice=advice, for_good=for_good)
+    return Condition("lock-deadlock", text, state="lock", doubts=doubts, lock=lock, advice=advice, for_good=for_good)
 
 
 def _polls(view: View) -> Condition | None:
@@ -179,6 +201,7 @@ def _polls(view: View) -> Condition | None:
     return Condition(
         "blocking-io",
         text,
+        state="io",
         doubts=() if sure else (Doubt.STATE_INFERRED,),
         claims=(claim,),
         locks=lock.path,
@@ -193,16 +216,16 @@ def _io_or_sleep(view: View) -> Condition | None:
         return _polls_at(view)
     if wait.kind == "sleep":
         for_good = wait.left_s is not None and wait.left_s >= FOR_GOOD_S
-        return Condition("stuck-in-user-code", f"is asleep in {where}", for_good=for_good)
+        return Condition("stuck-in-user-code", f"is asleep in {where}", state="asleep", for_good=for_good)
     if wait.kind == "select":  # time.sleep() of Python 3.10 and older is a select() without descriptors
         text = f"sleeps or waits in select() at {where}"
-        return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
+        return Condition("stuck-in-user-code", text, state="asleep", doubts=(Doubt.STATE_INFERRED,))
     if wait.kind in ("io", "poll"):
         call = f" ({wait_words(wait)})" if wait_words(wait) else ""
         key = view.store_key if wait.thread.fd_target.startswith("tcp") or view.native() == "store" else None
         if key is not None:
             text = f"waits at {where} for store key {key.words}"
-            return Condition("blocking-io", text, key=key, advice=frozenset({suggestions.STORE_KEY}))
+            return Condition("blocking-io", text, state="io", key=key, advice=frozenset({suggestions.STORE_KEY}))
         other_ends = tuple(end for end in wait.ends or () if end.pid != view.process.pid)
         text = f"is blocked in I/O at {where}{call}"
         advice = frozenset() if wait.wanted_lock or wait.thread.locked_by else frozenset({suggestions.CONNECTION})
@@ -212,6 +235,7 @@ def _io_or_sleep(view: View) -> Condition | None:
         return Condition(
             "blocking-io",
             text,
+            state="io",
             locks=wait.wanted_lock,
             locked_by=wait.thread.locked_by,
             holder=wait.lock_holder,
@@ -228,30 +252,41 @@ def _polls_at(view: View) -> Condition:
         text = f"waits at {where} for another process to build a C++ extension: the lock file {file or 'of that build'}"
         text += " is still there"
         return Condition(
-            "stuck-in-user-code", text, doubts=(Doubt.MAY_END,), advice=frozenset({suggestions.BUILD_LOCK})
+            "stuck-in-user-code",
+            text,
+            state="polls",
+            doubts=(Doubt.MAY_END,),
+            advice=frozenset({suggestions.BUILD_LOCK}),
         )
     if poll is None:
         does = "keeps retrying a file lock" if calls.FILE_LOCK.on(view.stack.called) else "wakes up and sleeps again"
-        return Condition("stuck-in-user-code", f"{does} at {where}", doubts=(Doubt.MAY_END,))
+        return Condition("stuck-in-user-code", f"{does} at {where}", state="polls", doubts=(Doubt.MAY_END,))
     claim = view.stack_claim(f"its loop reads {poll.words}")
     if poll.of == "attempt":
         text = f"retries {poll.words} in a loop, sleeping at {where} between attempts"
         return Condition(
-            "stuck-in-user-code", text, claims=(claim,), poll=poll, advice=frozenset({suggestions.ATTEMPTS})
+            "stuck-in-user-code",
+            text,
+            state="polls",
+            claims=(claim,),
+            poll=poll,
+            advice=frozenset({suggestions.ATTEMPTS}),
         )
     text = f"polls at {where}: {poll.words}"
     doubts, advice = () if poll.of == "process" else (Doubt.MAY_END,), frozenset({suggestions.POLLS})
-    return Condition("stuck-in-user-code", text, doubts=doubts, claims=(claim,), poll=poll, advice=advice)
+    return Condition(
+        "stuck-in-user-code", text, state="polls", doubts=doubts, claims=(claim,), poll=poll, advice=advice
+    )
 
 
 def _unexplained(view: View) -> Condition:
     inner = view.stack.called
     if view.user_frame is None and not inner:
         text = "has no stack that shows what it does"
-        return Condition("missing-from-collective", text, doubts=(Doubt.STATE_UNKNOWN,))
+        return Condition("missing-from-collective", text, state="unknown", doubts=(Doubt.STATE_UNKNOWN,))
     called = f" inside {fr.short(inner[0].function)} ({fr.basename(inner[0].file)})" if inner else ""
     if calls.RPC.on(view.stack.called):
         text = f"waits at {view.place} for another rank to answer a remote call"
-        return Condition("stuck-in-user-code", text, doubts=(Doubt.MAY_END,))
+        return Condition("stuck-in-user-code", text, state="unknown", doubts=(Doubt.MAY_END,))
     text = f"is stuck at {view.place}{called}"
-    return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
+    return Condition("stuck-in-user-code", text, state="unknown", doubts=(Doubt.STATE_INFERRED,))

@@ -1,7 +1,7 @@
 """The explanations, as one table, with the findings to which each applies.
 
-An explanation adds annotations to a finding. Those of the first phase show why the ranks at fault went a different way;
-those of the second show what else is known about them. Within a phase, their order affects only the order of sentences.
+An explanation adds annotations to a finding. The first phase shows why the ranks at fault went a different way, the
+second what else is known about them. Within a phase, their order affects only the order of sentences.
 """
 
 from __future__ import annotations

@@ -44,13 +44,13 @@ DOUBTS_OF_VOTE: Mapping[Vote, tuple[Doubt, ...]] = {
 
 
 class Reason(IntEnum):
-    """What shows why ranks diverged, the surest first."""
+    """Evidence of why ranks diverged, the surest first."""
 
     WARNED = 1  # torch warned of a call on a group that the rank isn't in
     HABIT = 2  # a rank's earlier calls
     CAUGHT = 3  # an exception that the script caught
     PRINTED = 4  # a line of output that no peer printed
-    NODE = 5  # the ranks at fault are those of one node
+    NODE = 5  # exactly the ranks of one node are at fault
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Annotation:
     cause: str = ""
     of: Deviation = ""
     explains: Reason | None = None
-    """Why the ranks are there: the sentence comes first; doubts, culprits and advice replace all others."""
+    """Evidence of why the ranks are there: the sentence comes first; doubts, culprits and advice replace all others."""
     supersedes: bool = False
     """Omits the rule's summary, which follows from the sentence."""
     ruled_out: tuple[str, ...] = ()

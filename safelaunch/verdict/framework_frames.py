@@ -50,7 +50,7 @@ def frames_above(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
         helper, *levels = zip(*at_line.values(), strict=False)
         frames_apart = next((level for level in levels if len({*map(fr.spot, level)}) > 1), ())
         ways = by_place({rank: fr.place(frame) for rank, frame in zip(at_line, frames_apart, strict=False)})
-        if not all(way in finding.summary for way, _ in ways):
+        if ways:
             parts = [f"{ranks_do(ranks, 'comes', 'come')} from {way}" for way, ranks in ways[:_MOST_SIDES]]
             yield Annotation(f"To {fr.place(helper[0])}, {' and '.join(parts)}.")
 

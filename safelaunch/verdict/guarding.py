@@ -45,7 +45,7 @@ def guards(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     ):
         cause = "collective-mismatch"  # the condition explains the place, not the end of a loop
     yield Annotation(
-        " ".join(map(_sentence, telling[:MOST_NAMED])),
+        " ".join(f"{_clause(branch)}." for branch in telling[:MOST_NAMED]),
         tuple(claim_of(facts, branch) for branch in guarded),
         advice=_advice(facts, finding, guarded),
         cause=cause,
@@ -141,17 +141,15 @@ def whereabouts(facts: CaseFacts, rank: int) -> Whereabouts:
     return Whereabouts(rank, local, facts.evidence.world_size)
 
 
-def _sentence(branch: GuardedCall) -> str:
+def _clause(branch: GuardedCall) -> str:
     if branch.kept:
         kept = capital(ranks_do(branch.kept, "never reaches", "never reach"))
-        return f"{kept} {fr.place(branch.call)} because of `{branch.guard.words}`."
-    return (
-        f"{capital(ranks_do(branch.ranks, 'comes', 'come'))} to {fr.place(branch.call)} under `{branch.guard.words}`."
-    )
+        return f"{kept} {fr.place(branch.call)} because of `{branch.guard.words}`"
+    return f"{capital(ranks_do(branch.ranks, 'comes', 'come'))} to {fr.place(branch.call)} under `{branch.guard.words}`"
 
 
 def claim_of(facts: CaseFacts, branch: GuardedCall) -> Claim:
-    return facts.ranks[branch.ranks[0]].line_claim(_sentence(branch).rstrip("."))
+    return facts.ranks[branch.ranks[0]].line_claim(_clause(branch))
 
 
 def guard_of(facts: CaseFacts, rank: int, peers: Iterable[int]) -> Guard | None:

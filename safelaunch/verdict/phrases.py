@@ -102,11 +102,15 @@ def waits_words(facts: CaseFacts, ranks: Iterable[int], limit: int = 3) -> str:
 
 
 def summary_of(named: Mapping[int, Condition], facts: CaseFacts, waiters: Iterable[int]) -> str:
-    """Returns a summary: ``Rank 1 is asleep in train.py:7, while ranks 0,2-3 wait in all_reduce at train.py:9.``."""
+    return f"{capital(clause_of(named, facts, waiters))}."
+
+
+def clause_of(named: Mapping[int, Condition], facts: CaseFacts, waiters: Iterable[int]) -> str:
+    """Returns, for example, ``rank 1 is asleep in train.py:7, while ranks 0,2-3 wait in all_reduce at train.py:9``."""
     groups = by_place({rank: condition.reason for rank, condition in named.items()})
     parts = [f"{each_of(ranks)} {reason}" for reason, ranks in groups[:2]]
-    text = capital("; ".join(parts))
+    text = "; ".join(parts)
     if len(groups) > 2:
         text += f"; {ranks_word(r for _, ranks in groups[2:] for r in ranks)} likewise"
     waits = waits_words(facts, waiters)
-    return f"{text}, while {waits}." if waits else f"{text}."
+    return f"{text}, while {waits}" if waits else text

@@ -271,6 +271,7 @@ def _with_peer_lock(facts: CaseFacts, subject: RankFacts, own: Condition) -> Con
     return replace(
         own,
         cause="blocking-io",
+        state="io",
         reason=f"keeps retrying a file lock at {fr.place(own.frame)}",
         doubts=(Doubt.STATE_INFERRED,),
         claims=(*own.claims, Claim(text, f"ranks/{rank}/proc.json")),
@@ -440,7 +441,7 @@ def _own_condition(rank: RankEvidence, inside: ProcessView | None, alignment: Al
     condition = inside.condition()
     if condition.cause == "missing-from-collective":
         return _condition_by_record(rank, alignment)
-    computes = condition.cause in ("busy-loop", "data-loading")
+    computes = condition.state in ("computes", "loader")
     if calls.without_workers(view.frames) and not computes:
         return replace(condition, reason=f"{condition.reason}, in its dataset, called by a DataLoader without workers")
     return condition

@@ -266,12 +266,9 @@ def by_the_source(facts: CaseFacts, meeting: ExpectedMatch) -> tuple[ExpectedMat
 
 
 def _by_loop(meeting: ExpectedMatch, left: LeftLoop) -> ExpectedMatch:
-    """Decides which side of a loop that some have left is odd.
-
-    If the sides are equal, the ranks that left the loop had fewer batches; otherwise the minority had more, or fewer.
-    If another loop encloses both, earlier rounds decide: if each had as many calls, ``behind`` skipped the call that
-    ends the loop; if that is unknown, either side might be odd, and the majority counts.
-    """
+    # If the sides are equal, the ranks that left the loop had fewer batches; otherwise the minority had more, or fewer.
+    # If another loop encloses both, earlier rounds decide: if each had as many calls, ``behind`` skipped the call that
+    # ends the loop; if that is unknown, either side might be odd, and the majority counts.
     meeting = replace(meeting, shown_by="stacks" if meeting.shown_by == "lines" else meeting.shown_by, of=left)
     if left.sure or left.by_habit:
         minority = left.behind if left.by_habit or len(left.behind) < len(left.ahead) else left.ahead

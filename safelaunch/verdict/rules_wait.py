@@ -27,6 +27,7 @@ from safelaunch.verdict.mismatch import mismatch_at
 from safelaunch.verdict.phrases import (
     apart,
     capital,
+    clause_of,
     ranks_wait,
     ranks_word,
     summary_of,
@@ -131,7 +132,7 @@ def unseen_peers(case: Case) -> Ruling:
     text = f"{capital(waits_words(case, waiting))}; {unseen_words(case)} and might be what {they} for."
     own = {rank: condition for rank, condition in conditions(case).items() if case.may_wait_elsewhere(rank)}
     if own:
-        text += f" {summary_of(own, case, [])[:-1]}, perhaps waiting for one of them."
+        text += f" {capital(clause_of(own, case, []))}, perhaps waiting for one of them."
     cause = "missing-from-collective"
     if also := _mismatch_in(case):
         cause = "collective-mismatch"
