@@ -217,7 +217,7 @@ class LockWait:
     # Event that ends it. ``work``: a thread or future finishes; ``signal``: a thread sets a queue, event or condition;
     # ``lock``: the holder releases it.
     on: Literal["work", "signal", "lock"] = "lock"
-    of: Literal["", "thread", "future", "executor", "pool", "items"] = ""  # what ends, or is taken, if that matters
+    of: Literal["", "thread", "future", "pool", "items"] = ""  # what ends it, if that matters
     own: bool = False  # by the source, the thread itself holds it
     shared: bool = False  # a ``multiprocessing`` lock (its barrier is ``threading.Barrier`` with such a lock)
 
@@ -233,7 +233,7 @@ class LockWait:
     @property
     def of_future(self) -> bool:
         """True if a pool thread or an event loop ends the wait, rather than the end of a user's thread."""
-        return self.of in ("future", "executor", "pool")
+        return self.on == "work" and self.of != "thread"
 
     @property
     def of_items(self) -> bool:
@@ -248,7 +248,7 @@ _LOCK_CALLS: tuple[tuple[str, frozenset[str], LockWait], ...] = (
         frozenset({"result", "exception", "wait"}),
         LockWait("Future.result", "work", "future"),
     ),
-    ("/concurrent/futures/thread.py", frozenset({"shutdown"}), LockWait("Executor.shutdown", "work", "executor")),
+    ("/concurrent/futures/thread.py", frozenset({"shutdown"}), LockWait("Executor.shutdown", on="work")),
     (
         "/multiprocessing/pool.py",
         frozenset({"wait", "get", "map", "join"}),

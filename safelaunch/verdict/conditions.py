@@ -22,24 +22,8 @@ from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.suggestions import Advice
 from safelaunch.verdict.thread_view import View
 
-# What a thread does. Empty for ranks of which no thread decides: they are gone, or a record or device shows more.
-State = Literal[
-    "",
-    "stopped",
-    "disk",  # in uninterruptible sleep
-    "dead",
-    "computes",
-    "child",  # waits for another process
-    "input",  # waits for standard input
-    "event loop",  # runs an idle event loop
-    "lock",  # waits for a lock, thread or queue
-    "pool",  # waits for a pool's result
-    "loader",  # waits for a DataLoader
-    "io",  # is blocked in I/O, or retries a file lock
-    "asleep",
-    "polls",
-    "unknown",
-]
+# What a thread does, if a wait for it depends on that. A thread at rest sleeps, polls, or waits for a process or input.
+State = Literal["at rest", "stopped", "disk", "dead", "computes", "lock", "io", "loader"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +35,7 @@ class Condition:
     frame: Frame | None = None
     pid: int = 0
     process: str = "main"
-    state: State = ""
+    state: State = "at rest"
     doubts: tuple[Doubt, ...] = ()
     claims: tuple[Claim, ...] = ()
     lock: calls.LockWait | None = None  # lock in the process that the thread waits for
@@ -140,12 +124,12 @@ def _busy(view: View) -> Condition | None:
 def _waits_for_outside(view: View) -> Condition | None:
     wait, inner, where = view.wait, view.stack.called, view.place
     if wait.kind == "child" or calls.CHILD.on(inner):
-        return Condition("stuck-in-user-code", f"waits for a subprocess at {where}", state="child")
+        return Condition("stuck-in-user-code", f"waits for a subprocess at {where}")
     if wait.kind == "io" and wait.thread.fd == 0 and wait.call == "read":
-        return Condition("stuck-in-user-code", f"waits for standard input at {where}", state="input")
+        return Condition("stuck-in-user-code", f"waits for standard input at {where}")
     if calls.EVENT_LOOP.on(inner):
         text = f"runs an idle asyncio event loop at {where}: what its coroutines await does not arrive"
-        return Condition("stuck-in-user-code", text, state="event loop", doubts=(Doubt.STATE_INFERRED,))
+        return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
     return None
 
 
@@ -171,7 +155,7 @@ def _lock(view: View) -> Condition | None:
         text += f", which it already took at {fr.basename(view.user_frame.file)}:{taken.held_at}"
         lock = replace(lock, own=True)
     if lock.of_pool:  # its workers should end it; no lock is held
-        return Condition("stuck-in-user-code", text, state="pool", lock=lock, advice=frozenset({suggestions.POOL}))
+        return Condition("stuck-in-user-code", text, lock=lock, advice=frozenset({suggestions.POOL}))
     advice = frozenset({suggestions.SIGNAL}) if lock.on == "signal" and not lock.shared else frozenset[Advice]()
     if lock.on == "lock":
         advice = frozenset({suggestions.OWN_LOCK}) if lock.own else suggestions.LOCK
@@ -216,10 +200,10 @@ def _io_or_sleep(view: View) -> Condition | None:
         return _polls_at(view)
     if wait.kind == "sleep":
         for_good = wait.left_s is not None and wait.left_s >= FOR_GOOD_S
-        return Condition("stuck-in-user-code", f"is asleep in {where}", state="asleep", for_good=for_good)
+        return Condition("stuck-in-user-code", f"is asleep in {where}", for_good=for_good)
     if wait.kind == "select":  # time.sleep() of Python 3.10 and older is a select() without descriptors
         text = f"sleeps or waits in select() at {where}"
-        return Condition("stuck-in-user-code", text, state="asleep", doubts=(Doubt.STATE_INFERRED,))
+        return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))
     if wait.kind in ("io", "poll"):
         call = f" ({wait_words(wait)})" if wait_words(wait) else ""
         key = view.store_key if wait.thread.fd_target.startswith("tcp") or view.native() == "store" else None
@@ -254,39 +238,35 @@ def _polls_at(view: View) -> Condition:
         return Condition(
             "stuck-in-user-code",
             text,
-            state="polls",
             doubts=(Doubt.MAY_END,),
             advice=frozenset({suggestions.BUILD_LOCK}),
         )
     if poll is None:
         does = "keeps retrying a file lock" if calls.FILE_LOCK.on(view.stack.called) else "wakes up and sleeps again"
-        return Condition("stuck-in-user-code", f"{does} at {where}", state="polls", doubts=(Doubt.MAY_END,))
+        return Condition("stuck-in-user-code", f"{does} at {where}", doubts=(Doubt.MAY_END,))
     claim = view.stack_claim(f"its loop reads {poll.words}")
     if poll.of == "attempt":
         text = f"retries {poll.words} in a loop, sleeping at {where} between attempts"
         return Condition(
             "stuck-in-user-code",
             text,
-            state="polls",
             claims=(claim,),
             poll=poll,
             advice=frozenset({suggestions.ATTEMPTS}),
         )
     text = f"polls at {where}: {poll.words}"
     doubts, advice = () if poll.of == "process" else (Doubt.MAY_END,), frozenset({suggestions.POLLS})
-    return Condition(
-        "stuck-in-user-code", text, state="polls", doubts=doubts, claims=(claim,), poll=poll, advice=advice
-    )
+    return Condition("stuck-in-user-code", text, doubts=doubts, claims=(claim,), poll=poll, advice=advice)
 
 
 def _unexplained(view: View) -> Condition:
     inner = view.stack.called
     if view.user_frame is None and not inner:
         text = "has no stack that shows what it does"
-        return Condition("missing-from-collective", text, state="unknown", doubts=(Doubt.STATE_UNKNOWN,))
+        return Condition("missing-from-collective", text, doubts=(Doubt.STATE_UNKNOWN,))
     called = f" inside {fr.short(inner[0].function)} ({fr.basename(inner[0].file)})" if inner else ""
     if calls.RPC.on(view.stack.called):
         text = f"waits at {view.place} for another rank to answer a remote call"
-        return Condition("stuck-in-user-code", text, state="unknown", doubts=(Doubt.MAY_END,))
+        return Condition("stuck-in-user-code", text, doubts=(Doubt.MAY_END,))
     text = f"is stuck at {view.place}{called}"
-    return Condition("stuck-in-user-code", text, state="unknown", doubts=(Doubt.STATE_INFERRED,))
+    return Condition("stuck-in-user-code", text, doubts=(Doubt.STATE_INFERRED,))

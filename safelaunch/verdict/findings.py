@@ -24,11 +24,9 @@ Deviation = Literal[
     "usual group",  # they call in another group than they had always done
     "own choice",  # they decided by a random number or by their own data
 ]
-_ADVICE: Mapping[Deviation, frozenset[Advice]] = {
-    "": frozenset(),
+_ADVICE: Mapping[object, frozenset[Advice]] = {
     "sizes": frozenset({SIZES_DIFFER}),
     "groups made": frozenset({GROUPS_MADE}),
-    "usual call": frozenset(),
     "usual group": frozenset({UNUSUAL_GROUP}),
     "own choice": DRAWN,
 }
@@ -101,13 +99,8 @@ class LeftLoop:
 
     @property
     def doubts(self) -> tuple[Doubt, ...]:
-        return doubts_if(
-            {
-                Doubt.MAY_SKIP_CALLS: bool(self.skips),
-                Doubt.HABIT_ALONE: self.by_habit,
-                Doubt.ROUND_UNKNOWN: self.round_unknown,
-            }
-        )
+        of_round = {Doubt.HABIT_ALONE: self.by_habit, Doubt.ROUND_UNKNOWN: self.round_unknown}
+        return doubts_if({Doubt.MAY_SKIP_CALLS: bool(self.skips), **of_round})
 
     @property
     def says(self) -> str:
@@ -150,7 +143,7 @@ class Finding:
 
     @property
     def all_advice(self) -> frozenset[Advice]:
-        return self.advice if isinstance(self.of, LeftLoop) else self.advice | _ADVICE[self.of]
+        return self.advice | _ADVICE.get(self.of, frozenset())
 
 
 @dataclass(frozen=True)

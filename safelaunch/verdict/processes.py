@@ -18,7 +18,7 @@ from safelaunch.stacks import frames as fr
 from safelaunch.stacks.kernel import wait_words
 from safelaunch.stacks.locks import LockHeld
 from safelaunch.verdict import causes, suggestions
-from safelaunch.verdict.conditions import Condition, State, thread_condition
+from safelaunch.verdict.conditions import Condition, thread_condition
 from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.exits import signal_name
 from safelaunch.verdict.graph import Edge, Graph, Node, NodeKind
@@ -27,7 +27,6 @@ from safelaunch.verdict.thread_view import View
 
 _HELPERS = ("resource tracker", "forkserver")  # roles that capture/proc.py assigns
 _CANNOT_RUN = ("stopped", "dead", "disk")
-_AT_REST: frozenset[State] = frozenset({"child", "input", "event loop", "pool", "asleep", "polls", "unknown"})
 _FORK_NOTE = (
     "; it is never released there if another thread held it when the process was forked, or if an earlier call returned"
     " without releasing it"
@@ -117,7 +116,7 @@ class ProcessView:
             return self._to(view, "lock", [holder])
         if own.lock is not None and view.other is None:
             return self._to_thread(view, own.lock, children)
-        if own.state in ("child", "polls") and view.awaited.processes == "child":
+        if own.state == "at rest" and view.awaited.processes == "child":
             return self._to(view, "child", self._to_end(view, children))
         if own.ends and (edge := self._to_other_end(view, own)) is not None:
             return edge
@@ -230,7 +229,7 @@ class ProcessView:
         return [
             sender
             for sender in (senders if len(senders) == 1 else ())
-            if self._child_condition(sender).state not in _AT_REST and sender.awaited.processes != "message"
+            if self._child_condition(sender).state != "at rest" and sender.awaited.processes != "message"
         ]
 
     def _owing_workers(self, children: Sequence[View]) -> list[View]:
@@ -394,14 +393,7 @@ class ProcessView:
         reason = "; ".join([own.reason, *words])
         advice = suggestions.LOCK if all(edge.kind == "lock" for edge in self.cycle) else frozenset({suggestions.HELD})
         return replace(
-            own,
-            cause="lock-deadlock",
-            state="lock",
-            reason=reason,
-            doubts=(),
-            claims=tuple(claims),
-            advice=advice,
-            for_good=for_good,
+            own, cause="lock-deadlock", reason=reason, doubts=(), claims=tuple(claims), advice=advice, for_good=for_good
         )
 
     def _worker_condition(self, view: View, worker: View, further: Sequence[View], condition: Condition) -> Condition:
@@ -438,7 +430,7 @@ def _condition_of_several(own: Condition, other_conditions: Sequence[tuple[View,
         reason = "has threads that wait for each other's locks: " + ", ".join(clauses[:4])
         return replace(other_conditions[0][1], reason=reason, claims=own.claims, for_good=for_good)
     reason = f"{own.reason} while {', '.join(clauses[:4])}"
-    own = replace(own, cause="stuck-in-user-code", state="unknown", reason=reason, doubts=(Doubt.STATE_INFERRED,))
+    own = replace(own, cause="stuck-in-user-code", state="at rest", reason=reason, doubts=(Doubt.STATE_INFERRED,))
     alike = len({does.cause for _, does in other_conditions}) == 1
     first = other_conditions[0][1]
     return replace(own, cause=first.cause, state=first.state) if alike else own
