@@ -8,8 +8,7 @@ from enum import IntEnum
 from typing import Literal, TypeVar
 
 from safelaunch.model import Claim, Culprit, Frame, NodeAtFault
-from safelaunch.stacks.guards import Guard
-from safelaunch.stacks.source import SourceLoop
+from safelaunch.stacks.guards import Guard, SourceLoop
 from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.phrases import ranks_do
 from safelaunch.verdict.rank_state import CaseFacts
