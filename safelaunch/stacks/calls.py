@@ -217,6 +217,7 @@ class LockWait:
     # Event that ends it. ``work``: a thread or future finishes; ``signal``: a thread sets a queue, event or condition;
     # ``lock``: the holder releases it.
     on: Literal["work", "signal", "lock"] = "lock"
+    of: Literal["", "thread", "future", "pool", "items"] = ""  # what ends it, if that matters
     own: bool = False  # according to the source, the waiting thread itself holds it
     shared: bool = False  # a ``multiprocessing`` lock (its barrier is ``threading.Barrier`` with such a lock)
 
@@ -226,30 +227,38 @@ class LockWait:
 
     @property
     def of_pool(self) -> bool:
-        return self.what == "a pool's result"
+        return self.of == "pool"
 
     @property
     def of_future(self) -> bool:
         """True if a pool thread or an event loop must end the wait, rather than a user's thread by ending."""
-        return self.on == "work" and self.what != "Thread.join"
+        return self.on == "work" and self.of != "thread"
 
     @property
     def of_items(self) -> bool:
         """True for a queue's ``join()``, which returns once ``task_done()`` was called for each item."""
-        return self.what.endswith("Queue.join)")
+        return self.of == "items"
 
 
 _LOCK_CALLS: tuple[tuple[str, frozenset[str], LockWait], ...] = (
-    ("/threading.py", frozenset({"join", "_wait_for_tstate_lock"}), LockWait("Thread.join", on="work")),
-    ("/concurrent/futures/_base.py", frozenset({"result", "exception", "wait"}), LockWait("Future.result", on="work")),
+    ("/threading.py", frozenset({"join", "_wait_for_tstate_lock"}), LockWait("Thread.join", "work", "thread")),
+    (
+        "/concurrent/futures/_base.py",
+        frozenset({"result", "exception", "wait"}),
+        LockWait("Future.result", "work", "future"),
+    ),
     ("/concurrent/futures/thread.py", frozenset({"shutdown"}), LockWait("Executor.shutdown", on="work")),
-    ("/multiprocessing/pool.py", frozenset({"wait", "get", "map", "join"}), LockWait("a pool's result", on="work")),
-    ("/queue.py", frozenset({"join"}), LockWait("the items of a queue (Queue.join)", on="signal")),
+    (
+        "/multiprocessing/pool.py",
+        frozenset({"wait", "get", "map", "join"}),
+        LockWait("a pool's result", "work", "pool"),
+    ),
+    ("/queue.py", frozenset({"join"}), LockWait("the items of a queue (Queue.join)", "signal", "items")),
     ("/queue.py", frozenset({"get", "put"}), LockWait("a queue", on="signal")),
     (
         "/multiprocessing/queues.py",
         frozenset({"join"}),
-        LockWait("the items of a multiprocessing queue (JoinableQueue.join)", on="signal"),
+        LockWait("the items of a multiprocessing queue (JoinableQueue.join)", "signal", "items"),
     ),
     ("/logging/__init__.py", frozenset({"acquire", "handle", "_acquireLock"}), LockWait("a logging lock")),
     ("/threading.py", frozenset({"wait", "wait_for"}), LockWait("an event or condition", on="signal")),

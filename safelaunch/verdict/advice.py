@@ -13,7 +13,8 @@ from safelaunch.model.entries import Entries
 from safelaunch.stacks import calls, failures
 from safelaunch.stacks import frames as fr
 from safelaunch.verdict.causes import CAUSES
-from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.conditions import Condition
+from safelaunch.verdict.doubts import confidence_of
 from safelaunch.verdict.exceptions import failure_of_rank, has_lost_a_peer, is_timeout
 from safelaunch.verdict.exits import aborted_in
 from safelaunch.verdict.findings import Finding
@@ -40,18 +41,26 @@ class Scene:
     @cached_property
     def attached(self) -> frozenset[Advice]:
         """Advice that the rule or the conditions of the ranks at fault attached."""
-        own = (self.facts.ranks[rank].condition for rank in self.named)
-        return self.finding.advice.union(*(condition.advice for condition in own if condition is not None))
+        return self.finding.all_advice.union(*(condition.advice for condition in self._own if condition is not None))
 
     @cached_property
     def named(self) -> frozenset[int]:
         return frozenset(culprit.rank for culprit in self.finding.culprits)
 
+    @cached_property
+    def _own(self) -> list[Condition | None]:
+        return [self.facts.ranks[rank].condition for rank in self.named]
+
     @property
     def surely_named(self) -> bool:
         """True if a rank is named and evidence shows what it did."""
-        own = [self.facts.ranks[rank].condition for rank in self.named]
-        return bool(own) and not any(condition is None or Doubt.STATE_UNKNOWN in condition.doubts for condition in own)
+        return bool(self.named) and not any(
+            condition is None or confidence_of(condition.doubts) == "low" for condition in self._own
+        )
+
+    @property
+    def exits_early(self) -> bool:
+        return any(condition is not None and condition.exits_early for condition in self._own)
 
     @property
     def holds_a_lock(self) -> bool:

@@ -14,14 +14,12 @@ from safelaunch.stacks.guards import Guard, Retry, SourceLoop, loops_at
 from safelaunch.stacks.source import context, names_called
 from safelaunch.stacks.ways_out import ways_around
 from safelaunch.verdict import suggestions
-from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.findings import Annotation, Finding, stacks_of_waiters
+from safelaunch.verdict.findings import Annotation, Finding, LeftLoop, stacks_of_waiters
 from safelaunch.verdict.guarding import MOST_NAMED, by_stack, whereabouts
 from safelaunch.verdict.own_words import explains_itself
 from safelaunch.verdict.phrases import capital, ranks_do, ranks_word
 from safelaunch.verdict.rank_state import CaseFacts
 
-_ABOUT_LOOP = {Doubt.ROUND_UNKNOWN, Doubt.HABIT_ALONE}  # the finding already speaks of the loop around the ranks
 RankSide = tuple[Sequence[Frame], Sequence[int]]  # the user's frames, innermost first, and the ranks with them
 
 
@@ -31,10 +29,9 @@ def diverging_conditions(facts: CaseFacts, finding: Finding) -> Iterator[Annotat
     If conditions on the round are all there is, the side in the later round has made fewer calls. If there is no
     condition, a loop has ended for one side.
     """
-    is_told = any(branch.kept for branch in finding.branches) or Doubt.MAY_SKIP_CALLS in finding.doubts
-    # explained by what the rank printed, or by its group
-    is_told |= finding.advice >= suggestions.DRAWN or suggestions.UNUSUAL_GROUP in finding.advice
-    if finding.cause != "collective-mismatch" or is_told:
+    left = finding.of if isinstance(finding.of, LeftLoop) else None
+    is_explained = finding.of in ("own choice", "usual group") or (left is not None and left.skips)
+    if is_explained or any(branch.kept for branch in finding.branches):
         return
     waits = stacks_of_waiters(facts, finding)
     sides = _sides(facts, finding, finding.calls or waits)
@@ -49,7 +46,9 @@ def diverging_conditions(facts: CaseFacts, finding: Finding) -> Iterator[Annotat
         if loop is not None:
             yield _different_items(facts, *loop)
         return
-    ended = None if _ABOUT_LOOP & {*finding.doubts} else _loop_ended(facts, branching, sides)
+    # Otherwise the finding already describes the loop around the ranks.
+    of_no_loop = finding.of != "usual call" and (left is None or left.sure)
+    ended = _loop_ended(facts, branching, sides) if of_no_loop else None
     if ended is not None:
         yield ended[1]
     parts = [
@@ -58,10 +57,13 @@ def diverging_conditions(facts: CaseFacts, finding: Finding) -> Iterator[Annotat
     ]
     later = [n for n, way in enumerate(branching.ways) if any(guard.by_round for guard in way)]
     if deciding := [guard for part in parts for guard in part[-MOST_NAMED:]]:
-        retries = all(isinstance(guard, Retry) for guard in deciding)
-        advice = frozenset({suggestions.TRIED_AGAIN}) if retries else suggestions.DRAWN
+        again = all(isinstance(guard, Retry) for guard in deciding)
         words = " and ".join(f"`{guard.words}`" for guard in deciding)
-        yield Annotation(f"Which way a rank goes depends on {words}.", advice=advice)
+        yield Annotation(
+            f"Which way a rank goes depends on {words}.",
+            advice=frozenset({suggestions.TRIED_AGAIN} if again else ()),
+            of="" if again else "own choice",
+        )
     elif ended is None and len(later) == 1:
         yield from _later_round(facts, branching, sides, later[0])
 
@@ -75,7 +77,7 @@ def _sides(facts: CaseFacts, finding: Finding, stacks: Mapping[int, Sequence[Fra
     """
     named = {culprit.rank for culprit in finding.culprits}
     places = by_stack(stacks)
-    if len(places) == 1 and suggestions.SIZES_DIFFER in finding.advice:
+    if len(places) == 1 and finding.of == "sizes":
         return [*places.items()] * 2
     odd = [(place, [rank for rank in ranks if rank in named]) for place, ranks in places.items() if named & {*ranks}]
     rest = [(place, ranks) for place, ranks in places.items() if not named & {*ranks}]

@@ -98,7 +98,7 @@ class CollectiveMismatch(Cause, name="collective-mismatch"):
         Advice(
             "Make all ranks call the same collectives in the same order: compare how each rank reaches the call "
             "that it waits in.",
-            when=lambda case: not case.finding.advice,
+            when=lambda case: not case.finding.all_advice,
         ),
         Advice(
             "To have c10d compare op, shape and type of every collective before it starts",

@@ -7,8 +7,7 @@ from math import comb
 
 from safelaunch.model import Frame
 from safelaunch.stacks.guards import conditions_to
-from safelaunch.verdict import suggestions
-from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.findings import Annotation, Finding, GuardedCall, stacks_of_waiters
 from safelaunch.verdict.own_words import explains_itself
 from safelaunch.verdict.phrases import by_place
@@ -16,30 +15,6 @@ from safelaunch.verdict.rank_state import CaseFacts
 
 _MOST_RANKS = 1 << 14  # largest job whose patterns are listed: costs ranks times size
 CHANCE = 0.01  # accepted probability that a random choice looks like a pattern
-
-
-def _chance_doubts(facts: CaseFacts, finding: Finding) -> tuple[Doubt, ...]:
-    """Returns the doubts if the ranks on one side might have chosen at random, or by their own data.
-
-    Then no rank is wrong. A decision by rank selects a group, a node, or a regular pattern; among few ranks, a random
-    choice might look the same. A rank in a send or receive has made no such choice: it has a peer. Neither has any rank
-    if the source shows no condition that only one side passed.
-    """
-    places = {
-        culprit.rank: (culprit.frame.file, culprit.frame.line) if culprit.frame else ("", 0)
-        for culprit in finding.culprits
-    }
-    sides = by_place(places)
-    if Doubt.EITHER_SIDE in finding.doubts or (Doubt.NO_MAJORITY not in finding.doubts and len(sides) > 1):
-        return ()
-    chances = [_chance(facts, {*side}) for _, side in sides]
-    if any(is_in_transfer(facts, culprit.rank, culprit.frame) for culprit in finding.culprits):
-        return (Doubt.MAY_BE_OWED,) if 1.0 in chances else ()
-    if not _condition_differs(facts, finding):
-        return (Doubt.SEVERAL_PLACES,) if 1.0 in chances else ()
-    if 1.0 in chances:
-        return (Doubt.NO_PATTERN,)
-    return (Doubt.PATTERN_BY_CHANCE,) if max(chances, default=0.0) > CHANCE else ()
 
 
 def is_in_transfer(facts: CaseFacts, rank: int, frame: Frame | None) -> bool:
@@ -59,16 +34,29 @@ def _condition_differs(facts: CaseFacts, finding: Finding) -> bool:
 def unless_random(facts: CaseFacts, finding: Finding, guarded: Iterable[GuardedCall]) -> Annotation:
     """Withdraws the blame if each rank decided on its own, by a random number or its own data.
 
-    The next run then has different ranks on each side; the decision itself is wrong, and all ranks make it at the same
-    line. The blame stays if a rank's own state explains its place, or if it came to its call by a condition on the
-    rank.
+    Then no rank is wrong: the next run has different ranks on each side, and all ranks make the decision at the same
+    line. A decision by rank selects a group, a node, or a regular pattern; among few ranks, a random choice might look
+    the same. A rank in a send or receive has made no such choice: it has a peer. Neither has any rank if the source
+    shows no condition that only one side passed. The blame stays if a rank's own state explains its place, or if it
+    came to its call by a condition on the rank.
     """
-    doubts, named = _chance_doubts(facts, finding), {culprit.rank for culprit in finding.culprits}
-    if Doubt.NO_PATTERN not in doubts or any(explains_itself(facts, rank) for rank in named):
-        return Annotation(doubts=doubts)
+    named = {culprit.rank for culprit in finding.culprits}
+    sides = by_place({c.rank: (c.frame.file, c.frame.line) if c.frame else ("", 0) for c in finding.culprits})
+    if finding.vote == "open" or (finding.vote != "tie" and len(sides) > 1):
+        return Annotation()
+    chances = [_chance(facts, {*side}) for _, side in sides]
+    random = 1.0 in chances
+    if any(is_in_transfer(facts, culprit.rank, culprit.frame) for culprit in finding.culprits):
+        return Annotation(doubts=doubts_if({Doubt.MAY_BE_OWED: random}))
+    if not _condition_differs(facts, finding):
+        return Annotation(doubts=doubts_if({Doubt.SEVERAL_PLACES: random}))
+    if not random:
+        return Annotation(doubts=doubts_if({Doubt.PATTERN_BY_CHANCE: max(chances, default=0.0) > CHANCE}))
+    if any(explains_itself(facts, rank) for rank in named):
+        return Annotation(doubts=(Doubt.NO_PATTERN,))
     if any(named.issuperset(branch.ranks) for branch in guarded):
         return Annotation(doubts=(Doubt.RANK_AND_MORE,))
-    return Annotation(_NO_PATTERN_TEXT, doubts=doubts, culprits=(), advice=suggestions.DRAWN)
+    return Annotation(_NO_PATTERN_TEXT, doubts=(Doubt.NO_PATTERN,), culprits=(), of="own choice")
 
 
 _NO_PATTERN_TEXT = (

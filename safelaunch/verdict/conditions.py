@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from msgspec import structs
 
@@ -21,6 +22,9 @@ from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.suggestions import Advice
 from safelaunch.verdict.thread_view import View
 
+# What a thread does, if a wait for it depends on that. A thread at rest sleeps, polls, or waits for a process or input.
+State = Literal["at rest", "stopped", "disk", "dead", "computes", "lock", "io", "loader"]
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -31,6 +35,7 @@ class Condition:
     frame: Frame | None = None
     pid: int = 0
     process: str = "main"
+    state: State = "at rest"
     doubts: tuple[Doubt, ...] = ()
     claims: tuple[Claim, ...] = ()
     lock: calls.LockWait | None = None  # lock in the process that the thread waits for
@@ -43,6 +48,7 @@ class Condition:
     poll: Poll | None = None  # what it polls for
     key: StoreKey | None = None  # c10d store key that it waits for
     advice: frozenset[Advice] = frozenset()
+    exits_early: bool = False  # called exit in the middle of its script, with code 0
     # Nothing that another process does can end it, and no time limit is near. If False, it might wait for a rank that
     # wasn't seen.
     for_good: bool = False
@@ -90,14 +96,14 @@ def _held_by_kernel(view: View) -> Condition | None:
     if wait.kind == "stopped":
         frozen = wait.call == "frozen cgroup"
         how = "does not run: its cgroup is frozen" if frozen else "is stopped by a signal (state T)"
-        return Condition("rank-stopped", f"{how}{where}", for_good=True)
+        return Condition("rank-stopped", f"{how}{where}", state="stopped", for_good=True)
     if wait.kind == "disk":
         channel = f" in {wait.call}" if wait.call else ""
         claim = view.kernel_claim(f"state D in every sample, wait channel {wait.call or 'unknown'}")
         text = f"is in uninterruptible sleep{channel}{where}"
-        return Condition("uninterruptible-io", text, claims=(claim,), for_good=True)
+        return Condition("uninterruptible-io", text, state="disk", claims=(claim,), for_good=True)
     if wait.kind == "dead":
-        return Condition("rank-exited", "is a zombie", for_good=True)
+        return Condition("rank-exited", "is a zombie", state="dead", for_good=True)
     return None
 
 
@@ -108,10 +114,11 @@ def _busy(view: View) -> Condition | None:
         return None
     share = f" ({wait.cpu_share:.0%} of a core)" if wait.cpu_share is not None else ""
     if not inner:
-        return Condition("busy-loop", f"spins in {view.place}{share}")
+        return Condition("busy-loop", f"spins in {view.place}{share}", state="computes")
     called = f"{fr.short(inner[0].function)} in {fr.basename(inner[0].file)}"
     text = f"computes in {called}, called from {view.place}{share}: the samples cannot distinguish slow from endless"
-    return Condition("busy-loop", text, doubts=(Doubt.MAY_BE_SLOW if view.user_frame else Doubt.STATE_UNKNOWN,))
+    doubts = (Doubt.MAY_BE_SLOW if view.user_frame else Doubt.STATE_UNKNOWN,)
+    return Condition("busy-loop", text, state="computes", doubts=doubts)
 
 
 def _waits_for_outside(view: View) -> Condition | None:
@@ -152,13 +159,13 @@ def _lock(view: View) -> Condition | None:
     advice = frozenset({suggestions.SIGNAL}) if lock.on == "signal" and not lock.shared else frozenset[Advice]()
     if lock.on == "lock":
         advice = frozenset({suggestions.OWN_LOCK}) if lock.own else suggestions.LOCK
-    if lock.what == "Future.result" and calls.RUNS_LOOP.on(view.stack.frames):
+    if lock.of == "future" and calls.RUNS_LOOP.on(view.stack.frames):
         text += ", on the thread of an event loop, which is blocked too"
         advice = frozenset({suggestions.OWN_LOOP})
     advice = frozenset({suggestions.TIMED}) if wait.left_s is not None else advice
     at_own_line = all(frame.file.endswith("/threading.py") for frame in inner)  # a library can hold a lock for a while
     for_good = not doubts and lock.on == "lock" and at_own_line and wait.left_s is None
-    return Condition("lock-deadlock", text, doubts=doubts, lock=lock, advice=advice, for_good=for_good)
+    return Condition("lock-deadlock", text, state="lock", doubts=doubts, lock=lock, advice=advice, for_good=for_good)
 
 
 def _polls(view: View) -> Condition | None:
@@ -178,6 +185,7 @@ def _polls(view: View) -> Condition | None:
     return Condition(
         "blocking-io",
         text,
+        state="io",
         doubts=() if sure else (Doubt.STATE_INFERRED,),
         claims=(claim,),
         locks=lock.path,
@@ -201,7 +209,7 @@ def _io_or_sleep(view: View) -> Condition | None:
         key = view.store_key if wait.thread.fd_target.startswith("tcp") or view.native() == "store" else None
         if key is not None:
             text = f"waits at {where} for store key {key.words}"
-            return Condition("blocking-io", text, key=key, advice=frozenset({suggestions.STORE_KEY}))
+            return Condition("blocking-io", text, state="io", key=key, advice=frozenset({suggestions.STORE_KEY}))
         other_ends = tuple(end for end in wait.ends or () if end.pid != view.process.pid)
         text = f"is blocked in I/O at {where}{call}"
         advice = frozenset() if wait.wanted_lock or wait.thread.locked_by else frozenset({suggestions.CONNECTION})
@@ -211,6 +219,7 @@ def _io_or_sleep(view: View) -> Condition | None:
         return Condition(
             "blocking-io",
             text,
+            state="io",
             locks=wait.wanted_lock,
             locked_by=wait.thread.locked_by,
             holder=wait.lock_holder,
@@ -227,7 +236,10 @@ def _polls_at(view: View) -> Condition:
         text = f"waits at {where} for another process to build a C++ extension: the lock file {file or 'of that build'}"
         text += " is still there"
         return Condition(
-            "stuck-in-user-code", text, doubts=(Doubt.MAY_END,), advice=frozenset({suggestions.BUILD_LOCK})
+            "stuck-in-user-code",
+            text,
+            doubts=(Doubt.MAY_END,),
+            advice=frozenset({suggestions.BUILD_LOCK}),
         )
     if poll is None:
         does = "keeps retrying a file lock" if calls.FILE_LOCK.on(view.stack.called) else "wakes up and sleeps again"
@@ -236,7 +248,11 @@ def _polls_at(view: View) -> Condition:
     if poll.of == "attempt":
         text = f"retries {poll.words} in a loop, sleeping at {where} between attempts"
         return Condition(
-            "stuck-in-user-code", text, claims=(claim,), poll=poll, advice=frozenset({suggestions.ATTEMPTS})
+            "stuck-in-user-code",
+            text,
+            claims=(claim,),
+            poll=poll,
+            advice=frozenset({suggestions.ATTEMPTS}),
         )
     text = f"polls at {where}: {poll.words}"
     doubts, advice = () if poll.of == "process" else (Doubt.MAY_END,), frozenset({suggestions.POLLS})

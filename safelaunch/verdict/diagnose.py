@@ -55,7 +55,7 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
     finding, ruled_out = _conclude(case)
     for explanations in EXPLANATIONS:
         finding = with_loops_left(case, finding)
-        finding = annotated(finding, [note for explanation in explanations for note in explanation(case, finding)])
+        finding = annotated(finding, [note for explanation in explanations for note in explanation.of(case, finding)])
     finding = with_stall_duration(case, with_group_names(case, finding))
     if evidence.labels and (verdict_on_ranks := _verdict_on_known_ranks(evidence, finding, read_source)) is not None:
         return verdict_on_ranks

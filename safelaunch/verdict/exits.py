@@ -275,11 +275,10 @@ def _exit_condition(rank: RankEvidence) -> Condition:
         return Condition("rank-exited", text, frame, rank.pid, claims=tuple(claims), advice=advice)
     returned = rank.progress is not None and bool(rank.progress.returned_ns)  # multiprocessing then calls exit
     early = frame is not None and frame.function != "<module>" and not returned  # `sys.exit(main())` ends most scripts
-    advice = frozenset({suggestions.EXIT_CALLED}) if early else frozenset()
     text, cause = f"has left the training loop: it exited cleanly (code 0{where})", "uneven-batches"
     if call is not None and call.function == "os._exit" and early:
         text, cause = f"ended itself with code 0{where}", "rank-exited"
-    return Condition(cause, text, frame, rank.pid, claims=tuple(claims), advice=advice)
+    return Condition(cause, text, frame, rank.pid, claims=tuple(claims), exits_early=early)
 
 
 def _is_of_parser(frame: Frame) -> bool:

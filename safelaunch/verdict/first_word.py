@@ -13,8 +13,8 @@ from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.phrases import (
     apart,
     by_place,
+    clause_of,
     ranks_do,
-    summary_of,
     wait_words,
 )
 from safelaunch.verdict.rank_state import CaseFacts
@@ -42,7 +42,7 @@ def _first_word_of_seen(evidence: Evidence) -> FirstWord:
     own = conditions(facts)
     if not own:
         return FirstWord(_clause(apart(facts, wait_words(facts, facts.waiting))), common=True)
-    words, first = summary_of(own, facts, facts.waiting).rstrip("."), next(iter(own.values()))
+    words, first = clause_of(own, facts, facts.waiting), next(iter(own.values()))
     places = tuple(Place(rank, condition.frame) for rank, condition in own.items())
     return FirstWord(_clause(words), first.cause, places, any(_imports(evidence, rank) for rank in own))
 

@@ -15,7 +15,6 @@ from safelaunch.verdict.phrases import by_place, capital, ranks_do
 from safelaunch.verdict.rank_state import CaseFacts
 
 _MOST_SIDES = 3
-_APART = frozenset({"collective-mismatch", "p2p-cycle", "group-order"})
 
 
 def frames_below(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
@@ -43,8 +42,6 @@ def frames_below(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
 
 def frames_above(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """Yields the callers from which ranks came to the same line, as in a helper, if these differ."""
-    if finding.cause not in _APART or not finding.culprits:
-        return
     stacks = {rank: stack for rank, state in facts.ranks.items() if (stack := state.user_stack)}
     for line in dict.fromkeys(
         fr.spot(stacks[culprit.rank][0]) for culprit in finding.culprits if culprit.rank in stacks
@@ -53,7 +50,7 @@ def frames_above(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
         helper, *levels = zip(*at_line.values(), strict=False)
         frames_apart = next((level for level in levels if len({*map(fr.spot, level)}) > 1), ())
         ways = by_place({rank: fr.place(frame) for rank, frame in zip(at_line, frames_apart, strict=False)})
-        if not all(way in finding.summary for way, _ in ways):
+        if ways:
             parts = [f"{ranks_do(ranks, 'comes', 'come')} from {way}" for way, ranks in ways[:_MOST_SIDES]]
             yield Annotation(f"To {fr.place(helper[0])}, {' and '.join(parts)}.")
 

@@ -16,14 +16,11 @@ from safelaunch.stacks.rank_values import Whereabouts
 from safelaunch.verdict import suggestions
 from safelaunch.verdict.c10d import signature
 from safelaunch.verdict.chance import is_in_transfer, unless_random
-from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.findings import Annotation, Finding, GuardedCall, stacks_of_waiters
+from safelaunch.verdict.findings import Annotation, Finding, GuardedCall, LeftLoop, stacks_of_waiters
 from safelaunch.verdict.phrases import by_place, capital, ranks_do
 from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.suggestions import Advice
 
-# Causes that say which ranks went a different way, but not why.
-_EXPLAINED = frozenset({"collective-mismatch", "missing-from-collective", "uneven-batches", "group-order", "p2p-cycle"})
 MOST_NAMED = 2
 
 
@@ -32,8 +29,6 @@ def guards(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
 
     If there is none, checks whether each rank might have decided on its own.
     """
-    if finding.cause not in _EXPLAINED or not finding.culprits:
-        return
     stacks = finding.calls or stacks_of_waiters(facts, finding)
     named = frozenset(culprit.rank for culprit in finding.culprits)
     guarded = branches(facts, stacks, named)
@@ -41,20 +36,22 @@ def guards(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     guarded = [
         branch for branch in guarded if not all(is_in_transfer(facts, rank, branch.call) for rank in branch.ranks)
     ]
-    cause = finding.cause
-    if Doubt.ROUND_UNKNOWN in finding.doubts and any(
-        branch.kept and named.issuperset(branch.ranks) for branch in guarded
+    telling = [branch for branch in guarded if branch.kept]
+    cause = ""
+    if (
+        isinstance(finding.of, LeftLoop)
+        and finding.of.round_unknown
+        and any(named.issuperset(b.ranks) for b in telling)
     ):
         cause = "collective-mismatch"  # the condition explains the place, not the end of a loop
-    telling = [branch for branch in guarded if branch.kept][:MOST_NAMED]
     yield Annotation(
-        " ".join(map(_sentence, telling)),
+        " ".join(f"{_clause(branch)}." for branch in telling[:MOST_NAMED]),
         tuple(claim_of(facts, branch) for branch in guarded),
         advice=_advice(facts, finding, guarded),
         cause=cause,
         branches=tuple(guarded),
     )
-    if not telling and cause == "collective-mismatch" and suggestions.GROUPS_MADE not in finding.advice:
+    if not telling and finding.cause == "collective-mismatch" and finding.of != "groups made":
         yield unless_random(facts, finding, guarded)
 
 
@@ -144,17 +141,15 @@ def whereabouts(facts: CaseFacts, rank: int) -> Whereabouts:
     return Whereabouts(rank, local, facts.evidence.world_size)
 
 
-def _sentence(branch: GuardedCall) -> str:
+def _clause(branch: GuardedCall) -> str:
     if branch.kept:
         kept = capital(ranks_do(branch.kept, "never reaches", "never reach"))
-        return f"{kept} {fr.place(branch.call)} because of `{branch.guard.words}`."
-    return (
-        f"{capital(ranks_do(branch.ranks, 'comes', 'come'))} to {fr.place(branch.call)} under `{branch.guard.words}`."
-    )
+        return f"{kept} {fr.place(branch.call)} because of `{branch.guard.words}`"
+    return f"{capital(ranks_do(branch.ranks, 'comes', 'come'))} to {fr.place(branch.call)} under `{branch.guard.words}`"
 
 
 def claim_of(facts: CaseFacts, branch: GuardedCall) -> Claim:
-    return facts.ranks[branch.ranks[0]].line_claim(_sentence(branch).rstrip("."))
+    return facts.ranks[branch.ranks[0]].line_claim(_clause(branch))
 
 
 def guard_of(facts: CaseFacts, rank: int, peers: Iterable[int]) -> Guard | None:

@@ -11,7 +11,7 @@ from safelaunch.model import (
 )
 from safelaunch.verdict.causes import CAUSES
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.findings import Annotation, Finding
+from safelaunch.verdict.findings import Annotation, Finding, Reason
 from safelaunch.verdict.majority import sides_of
 from safelaunch.verdict.phrases import ranks_word
 from safelaunch.verdict.waits import Case
@@ -39,7 +39,7 @@ def node_behind(case: Case, finding: Finding) -> Iterator[Annotation]:
         doubts=finding.doubts if of_node == "surely" else (*finding.doubts, Doubt.NOT_OF_THE_NODE),
         culprits=(),
         cause="node-behind",
-        explains=True,
+        explains=Reason.NODE,
         ruled_out=(f"{finding.cause} of {ranks_word(ranks)} alone: they are all ranks of the node",),
         nodes=at_fault,
     )

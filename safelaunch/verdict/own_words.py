@@ -19,7 +19,7 @@ from safelaunch.verdict.exceptions import one_line
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.peers import CallPlace, begins_at
 from safelaunch.verdict.rank_state import CaseFacts
-from safelaunch.verdict.suggestions import ASIDE, HANDLES
+from safelaunch.verdict.suggestions import ASIDE, HANDLES, Advice
 from safelaunch.verdict.thread_view import View
 
 _MOST_QUOTED = 2  # ranks whose explanation is part of the summary
@@ -39,8 +39,8 @@ def explains_itself(facts: CaseFacts, rank: int) -> bool:
 
 def is_outside_normal_flow(facts: CaseFacts, rank: int) -> bool:
     """Returns whether the rank is outside its program's normal flow: it handles an exception or a signal."""
-    handles = _handled_exception(facts, facts.ranks[rank].evidence)
-    return is_interrupted(facts, rank) or (handles is not None and bool(handles.advice))
+    handled = _exception_handled(facts, facts.ranks[rank].evidence)
+    return is_interrupted(facts, rank) or (handled is not None and not _is_usual(facts, rank, handled))
 
 
 def is_interrupted(facts: CaseFacts, rank: int) -> bool:
@@ -66,25 +66,31 @@ def _interrupted(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
 
 def _handled_exception(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
     """Explains a rank whose main thread is in a ``finally`` or ``except``, without which it would not wait there."""
+    handled = _exception_handled(facts, rank)
+    if handled is None:
+        return None
+    words = _exception_words(rank, handled)
+    text = f"Rank {rank.rank} does so while it handles {words}."
+    claim = Claim(f"rank {rank.rank}: handles {words}", f"ranks/{rank.rank}/rank.json")
+    advice = frozenset[Advice]() if _is_usual(facts, rank.rank, handled) else frozenset({HANDLES})
+    return Annotation(text, (claim,), advice=advice)
+
+
+def _exception_handled(facts: CaseFacts, rank: RankEvidence) -> HandledException | None:
     view = facts.ranks[rank.rank].view
     ident = view.thread.ident if view is not None and view.thread is not None else 0
-    for exception in rank.gil.handling:
-        if ident and exception.thread == ident:
-            words = _exception_words(rank, exception)
-            text = f"Rank {rank.rank} does so while it handles {words}."
-            claim = Claim(f"rank {rank.rank}: handles {words}", f"ranks/{rank.rank}/rank.json")
-            ends_loop = exception.type.startswith("Stop") and exception.type.endswith("Iteration")
-            usual = ends_loop or _is_habit(facts, rank)
-            return Annotation(text, (claim,), advice=frozenset() if usual else frozenset({HANDLES}))
-    return None
+    return next((handled for handled in rank.gil.handling if ident and handled.thread == ident), None)
 
 
-def _is_habit(facts: CaseFacts, rank: RankEvidence) -> bool:
-    wait = facts.ranks[rank.rank].wait
+def _is_usual(facts: CaseFacts, rank: int, handled: HandledException) -> bool:
+    """Returns whether the exception ends a loop, as by design, or the rank has called from that handler before."""
+    if handled.type.startswith("Stop") and handled.type.endswith("Iteration"):
+        return True
+    wait = facts.ranks[rank].wait
     if wait is None or wait.group is None or wait.seq is None:
         return False
-    before = facts.histories.in_group(wait.group).times_called(rank.rank, wait.seq) > 1
-    return before and any(context(frame, facts.read_source).handlers for frame in facts.ranks[rank.rank].user_stack)
+    before = facts.histories.in_group(wait.group).times_called(rank, wait.seq) > 1
+    return before and any(context(frame, facts.read_source).handlers for frame in facts.ranks[rank].user_stack)
 
 
 def _exception_words(rank: RankEvidence, exception: HandledException) -> str:

@@ -33,8 +33,11 @@ class PeerWait:
     seq: int | None
     signature: Signature  # must be equal on all ranks of the call
     frame: Frame | None
-    words: str
+    call: str  # in words
+    place: str  # of the frame, in words; empty if unknown
     claims: tuple[Claim, ...] = ()
+    detail: str = ""  # where it was called, if it waits elsewhere, or its number
+    more: str = ""  # about the thread that waits
     thread: CallPlace | None = None  # start of the background thread that the main thread waits for
     holds_lock: bool = False  # the main thread waits for a lock of that thread
     source: int | None = None  # ranks and tag that the call names; None if unknown
@@ -42,9 +45,13 @@ class PeerWait:
     tag: int | None = None
 
     @classmethod
-    def unnumbered(cls, kind: str, op: str, frame: Frame | None, claim: Claim, where: str = "") -> PeerWait:
-        """Returns a wait without a group or number. ``where`` replaces the description of the frame."""
-        return cls(kind, op, None, None, (op,), frame, where or f"{op} at {fr.place(frame)}", (claim,))
+    def unnumbered(cls, kind: str, op: str, frame: Frame | None, claim: Claim, call: str = "") -> PeerWait:
+        """Returns a wait without a group or number."""
+        return cls(kind, op, None, None, (op,), frame, call or op, fr.place(frame), (claim,))
+
+    @property
+    def words(self) -> str:
+        return f"{self.call}{self.detail}{f' at {self.place}' if self.place else ''}{self.more}"
 
     @property
     def peer(self) -> int | None:
@@ -104,15 +111,13 @@ def through_a_thread(rank: RankEvidence, inside: ProcessView, alignment: Alignme
     if thread_wait is None:
         return None
     on_the_way = tuple(claim for edge in inside.path for claim in edge.claims)
-    words, lock = f"{thread_wait.words} in a separate thread", inside.lock_held
+    more, lock = " in a separate thread", inside.lock_held
     if lock is not None:
         lock_held, waiter = lock
-        words += (
-            f", which since line {lock_held.line} has held the lock that {waiter.words} waits for at {waiter.place}"
-        )
+        more += f", which since line {lock_held.line} has held the lock that {waiter.words} waits for at {waiter.place}"
     return replace(
         thread_wait,
-        words=words,
+        more=more,
         claims=thread_wait.claims + on_the_way,
         thread=begins_at(view.stack),
         holds_lock=lock is not None,
@@ -173,9 +178,8 @@ def _at_rest(view: View) -> PeerWait:
     what, why = "the backward pass", "as when gradients are reduced"
     if not calls.in_backward(view.stack):
         what, why = "work.wait()", "as for a call of torch.distributed"
-    where = f"{what} at {view.place}"
-    claim = view.stack_claim(f"{view.words} rests in {where}, {why}")
-    return PeerWait.unnumbered("collective", "a collective", view.user_frame, claim, where)
+    claim = view.stack_claim(f"{view.words} rests in {what} at {view.place}, {why}")
+    return PeerWait.unnumbered("collective", "a collective", view.user_frame, claim, what)
 
 
 def kernel_says_busy(view: View | None) -> bool:
@@ -198,21 +202,22 @@ def _from_entry(rank: RankEvidence, entry: Collective, view: View | None = None)
     user_frame = view.user_frame if view is not None else None
     called = fr.stack_of(rank, entry.frames).user_frame
     site, number, op = user_frame or called, number_of(entry), _called_op(rank, entry)
-    words = f"{op} at {fr.place(site)}" if site else f"{op} #{number}"
+    place, detail = (fr.place(site), "") if site else ("", f" #{number}")
     elsewhere = (
         user_frame is not None
         and called is not None
         and (user_frame.file, user_frame.line) != (called.file, called.line)
     )
     if elsewhere and view is not None and not calls.C10D.on(view.stack.called):  # in ``work.wait()`` or a synchronize
-        words = f"{op} of {fr.place(called)} at {fr.place(user_frame)}"
+        detail = f" of {fr.place(called)}"
     text = f"pending: {call_words(entry)}"
     claim = record_claim(rank.rank, text)
     stack = (
         (view.stack_claim(f"{view.words} waits at {fr.place(user_frame)}"),) if view is not None and user_frame else ()
     )
     kind = "p2p" if entry.is_p2p else "collective"
-    return PeerWait(kind, op_name(entry), entry.group, number, signature(entry), site, words, (claim, *stack))
+    of = kind, op_name(entry), entry.group, number, signature(entry)
+    return PeerWait(*of, site, op, place, (claim, *stack), detail)
 
 
 def _called_op(rank: RankEvidence, entry: Collective) -> str:
@@ -239,7 +244,7 @@ def _with_arguments(wait: PeerWait, view: View, alignment: Alignment) -> PeerWai
     words = f"{wait.op} {'to' if target is not None else 'from'} rank {named.peer}"
     words += f" (tag {call.tag})" if call.tag else ""
     claim = view.stack_claim(f"{view.words} is in {words}")
-    return replace(named, words=wait.words.replace(wait.op, words, 1), claims=(*wait.claims, claim))
+    return replace(named, call=words, claims=(*wait.claims, claim))
 
 
 def _with_batch(wait: PeerWait, view: View) -> PeerWait:
@@ -254,10 +259,11 @@ def _with_batch(wait: PeerWait, view: View) -> PeerWait:
     if wait.kind != "p2p" or len(ends) != 1:
         return wait
     ((sends, peer, tag),) = ends
-    words = f"{'isend to' if sends else 'irecv from'} rank {peer}"
+    posted_op = "isend" if sends else "irecv"
+    words = f"{posted_op} {'to' if sends else 'from'} rank {peer}"
     batch = ", ".join(f"{'to' if transfer.sends else 'from'} rank {transfer.peer}" for transfer in posted[:8])
     claim = Claim(f"{view.words} waits for its {words}; its batch: {batch}", f"ranks/{view.rank.rank}/rank.json")
-    changed = replace(wait, op=words.split()[0], words=wait.words.replace(wait.op, words, 1), tag=tag)
+    changed = replace(wait, op=posted_op, call=words, tag=tag)
     return replace(
         changed, target=peer if sends else None, source=None if sends else peer, claims=(*wait.claims, claim)
     )

@@ -6,8 +6,10 @@ from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import TypeVar
 
 from safelaunch.model import rank_words
+from safelaunch.stacks import frames as fr
 from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.majority import sides_of
+from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.rank_state import CaseFacts
 
 
@@ -45,26 +47,23 @@ def wait_words(facts: CaseFacts, ranks: Iterable[int]) -> dict[int, str]:
 
     If only some ranks at a line know which call it is, or the function's class, that description is used for all.
     """
-    words = {rank: facts.waiting[rank].words for rank in ranks if rank in facts.waiting}
-    by_line: dict[str, dict[str, str]] = {}
-    for text in sorted(words.values(), key=len):
-        call, line = _call_and_line(text)
-        by_line.setdefault(line, {})[call] = text
-    return {rank: _most_specific(text, by_line[_call_and_line(text)[1]]) for rank, text in words.items()}
+    waits = {rank: facts.waiting[rank] for rank in ranks if rank in facts.waiting}
+    by_line: dict[tuple[str, int], dict[tuple[str, str], str]] = {}
+    for wait in sorted(waits.values(), key=lambda wait: len(wait.words)):
+        by_line.setdefault(_line(wait), {})[wait.call, wait.detail] = wait.words
+    return {rank: _most_specific(wait, by_line[_line(wait)]) for rank, wait in waits.items()}
 
 
 _UNKNOWN_CALL = "a collective"
 
 
-def _call_and_line(text: str) -> tuple[str, str]:
-    call, _, place = text.partition(" at ")
-    return call, place.partition(" ")[0]
+def _line(wait: PeerWait) -> tuple[str, int]:
+    return (fr.basename(wait.frame.file), wait.frame.line) if wait.frame is not None else (wait.place, 0)
 
 
-def _most_specific(text: str, at_that_line: Mapping[str, str]) -> str:
-    call, _ = _call_and_line(text)
-    named = [phrase for call_at_line, phrase in at_that_line.items() if call_at_line != _UNKNOWN_CALL]
-    return named[0] if call == _UNKNOWN_CALL and len(named) == 1 else at_that_line[call]
+def _most_specific(wait: PeerWait, at_that_line: Mapping[tuple[str, str], str]) -> str:
+    named = [words for (call, _), words in at_that_line.items() if call != _UNKNOWN_CALL]
+    return named[0] if wait.call == _UNKNOWN_CALL and len(named) == 1 else at_that_line[wait.call, wait.detail]
 
 
 P = TypeVar("P", bound=Hashable)
@@ -102,11 +101,15 @@ def waits_words(facts: CaseFacts, ranks: Iterable[int], limit: int = 3) -> str:
 
 
 def summary_of(named: Mapping[int, Condition], facts: CaseFacts, waiters: Iterable[int]) -> str:
-    """Returns a summary: ``Rank 1 is asleep in train.py:7, while ranks 0,2-3 wait in all_reduce at train.py:9.``."""
+    return f"{capital(clause_of(named, facts, waiters))}."
+
+
+def clause_of(named: Mapping[int, Condition], facts: CaseFacts, waiters: Iterable[int]) -> str:
+    """Returns, for example, ``rank 1 is asleep in train.py:7, while ranks 0,2-3 wait in all_reduce at train.py:9``."""
     groups = by_place({rank: condition.reason for rank, condition in named.items()})
     parts = [f"{each_of(ranks)} {reason}" for reason, ranks in groups[:2]]
-    text = capital("; ".join(parts))
+    text = "; ".join(parts)
     if len(groups) > 2:
         text += f"; {ranks_word(r for _, ranks in groups[2:] for r in ranks)} likewise"
     waits = waits_words(facts, waiters)
-    return f"{text}, while {waits}." if waits else f"{text}."
+    return f"{text}, while {waits}" if waits else text

@@ -116,11 +116,11 @@ class ProcessView:
             return self._to(view, "lock", [holder])
         if own.lock is not None and view.other is None:
             return self._to_thread(view, own.lock, children)
-        if own.cause == "stuck-in-user-code" and view.awaited.processes == "child":
+        if own.state == "at rest" and view.awaited.processes == "child":
             return self._to(view, "child", self._to_end(view, children))
-        if own.cause == "blocking-io" and (edge := self._to_other_end(view, own)) is not None:
+        if own.ends and (edge := self._to_other_end(view, own)) is not None:
             return edge
-        if own.cause == "blocking-io" and view.awaited.processes == "message":
+        if own.state == "io" and view.awaited.processes == "message":
             return self._to(view, "message", self._to_send(children))
         return None
 
@@ -206,7 +206,7 @@ class ProcessView:
             edge = self._to(view, "work", may or among_peers or _queue_feeders(view))
             return edge or (self._to(view, "work", _running_users_code(children)) if not other_views else None)
         if lock.on == "signal":
-            blocked = [o for o in other_views if self._condition(o).cause in ("blocking-io", "uninterruptible-io")]
+            blocked = [o for o in other_views if self._condition(o).state in ("io", "disk")]
             if lock.of_items and lock.by_processes:
                 blocked = [child for child in _running_users_code(children) if not _takes_items(child)]
             return self._to(view, "signal", blocked or among_peers)
@@ -229,7 +229,7 @@ class ProcessView:
         return [
             sender
             for sender in (senders if len(senders) == 1 else ())
-            if self._child_condition(sender).cause != "stuck-in-user-code" and sender.awaited.processes != "message"
+            if self._child_condition(sender).state != "at rest" and sender.awaited.processes != "message"
         ]
 
     def _owing_workers(self, children: Sequence[View]) -> list[View]:
@@ -251,9 +251,9 @@ class ProcessView:
             return _no_worker_to_blame(view, _workers(children))
         if own.lock is not None and view.other is None:
             return self._lock_condition(view, own, own.lock)
-        kept = self._open_end(view) if own.cause == "blocking-io" else None
+        kept = self._open_end(view) if own.state == "io" else None
         dead = [child for child in children if child.wait.kind == "dead"]
-        if own.cause == "blocking-io" and dead and (kept is not None or view.awaited.processes == "message"):
+        if own.state == "io" and dead and (kept is not None or view.awaited.processes == "message"):
             own = _with_dead_children(view, own, dead)
         if kept is None or calls.TAKES_ITEM.on(view.stack.called):  # a queue's consumer has both its ends
             return own
@@ -291,7 +291,7 @@ class ProcessView:
             for o, c in other_conditions
             if c.lock is not None and o.wait.left_s is None
         ]
-        busy = [f"thread {o.name} {c.reason}" for o, c in other_conditions if c.cause == "busy-loop"]
+        busy = [f"thread {o.name} {c.reason}" for o, c in other_conditions if c.state == "computes"]
         claims = own.claims + tuple(view.stack_claim(f"thread {o.name} {c.reason}") for o, c in other_conditions)
         for_good = own.for_good and all(c.for_good for _, c in other_conditions)
         own = replace(
@@ -407,11 +407,12 @@ class ProcessView:
         changed = replace(
             condition,
             cause="data-loading",
+            state="loader",
             reason=reason,
             frame=condition.frame or view.user_frame,
             process=f"dataloader worker (pid {worker.process.pid})",
             pid=worker.process.pid,
-            doubts=(Doubt.MAY_BE_SLOW,) if condition.cause == "busy-loop" else (),
+            doubts=(Doubt.MAY_BE_SLOW,) if condition.state == "computes" else (),
             claims=tuple(claims),
             for_good=condition.for_good and all(c.for_good for _, c in worker_conditions),
         )
@@ -428,11 +429,11 @@ def _condition_of_several(own: Condition, other_conditions: Sequence[tuple[View,
     if all(does.lock is not None and does.lock.on == "lock" for _, does in other_conditions):
         reason = "has threads that wait for each other's locks: " + ", ".join(clauses[:4])
         return replace(other_conditions[0][1], reason=reason, claims=own.claims, for_good=for_good)
-    alike = {does.cause for _, does in other_conditions}
-    cause = alike.pop() if len(alike) == 1 else "stuck-in-user-code"
-    return replace(
-        own, cause=cause, reason=f"{own.reason} while {', '.join(clauses[:4])}", doubts=(Doubt.STATE_INFERRED,)
-    )
+    reason = f"{own.reason} while {', '.join(clauses[:4])}"
+    own = replace(own, cause="stuck-in-user-code", state="at rest", reason=reason, doubts=(Doubt.STATE_INFERRED,))
+    alike = len({does.cause for _, does in other_conditions}) == 1
+    first = other_conditions[0][1]
+    return replace(own, cause=first.cause, state=first.state) if alike else own
 
 
 def _with_dead_children(view: View, own: Condition, dead: Sequence[View]) -> Condition:
@@ -464,7 +465,9 @@ def _no_worker_to_blame(view: View, workers: Sequence[View]) -> Condition:
         clause = f"the stacks of its {count} could not be read"
     text = f"waits for its DataLoader at {view.place}; {clause}"
     doubts, claims = (Doubt.STATE_INFERRED,), (_waits_for_loader(view),)
-    return Condition("data-loading", text, view.user_frame, view.process.pid, doubts=doubts, claims=claims)
+    return Condition(
+        "data-loading", text, view.user_frame, view.process.pid, state="loader", doubts=doubts, claims=claims
+    )
 
 
 def _with_lock_note(condition: Condition) -> Condition:
@@ -513,4 +516,4 @@ def may_train_elsewhere(view: View) -> bool:
     other_frames = (frame for thread in view.threads if thread is not view.thread for frame in fr.python_frames(thread))
     if any(part in fr.normal(frame.file) for frame in other_frames for part in _TRAINING):
         return True
-    return any(thread_condition(other).cause == "busy-loop" for other in view.beside())
+    return any(thread_condition(other).state == "computes" for other in view.beside())

@@ -232,17 +232,18 @@ def _never_exited(facts: CaseFacts, subject: RankFacts, raised: Condition) -> Ra
     left, beside = calls.leaving(raw), view.beside()
     if wait is not None:
         does, claims = f"it waits in {wait.words if wait.frame else wait.op}", wait.claims[:1]
+        advice = frozenset({EXIT_WAITS})
     elif view.user_frame is None and left and beside:
-        own = replace(thread_condition(beside[0]), advice=frozenset({OUTLIVES}))
-        does, claims = f"its thread {beside[0].name} {own.reason}", own.claims[:1]
+        own = thread_condition(beside[0])
+        does, claims, advice = f"its thread {beside[0].name} {own.reason}", own.claims[:1], frozenset({OUTLIVES})
     else:
         own = inside.condition()
-        does, claims = f"it {own.reason}", own.claims[:1]
+        does, claims, advice = f"it {own.reason}", own.claims[:1], frozenset()
     hook = any(fr.short(frame.function) == "excepthook" for frame in view.frames)
     when = ", called by sys.excepthook" if hook else ", called at interpreter exit" if left and not beside else ""
     reason = f"{raised.reason} and never exited: {does}{when}"
-    advice = raised.advice | ({EXIT_WAITS} if wait is not None else own.advice & {OUTLIVES})
-    return replace(subject, condition=replace(raised, reason=reason, claims=(*raised.claims, *claims), advice=advice))
+    failed = replace(raised, reason=reason, claims=(*raised.claims, *claims), advice=raised.advice | advice)
+    return replace(subject, condition=failed)
 
 
 def _with_peer_lock(facts: CaseFacts, subject: RankFacts, own: Condition) -> Condition:
@@ -270,6 +271,7 @@ def _with_peer_lock(facts: CaseFacts, subject: RankFacts, own: Condition) -> Con
     return replace(
         own,
         cause="blocking-io",
+        state="io",
         reason=f"keeps retrying a file lock at {fr.place(own.frame)}",
         doubts=(Doubt.STATE_INFERRED,),
         claims=(*own.claims, Claim(text, f"ranks/{rank}/proc.json")),
@@ -439,7 +441,7 @@ def _own_condition(rank: RankEvidence, inside: ProcessView | None, alignment: Al
     condition = inside.condition()
     if condition.cause == "missing-from-collective":
         return _condition_by_record(rank, alignment)
-    computes = condition.cause in ("busy-loop", "data-loading")
+    computes = condition.state in ("computes", "loader")
     if calls.without_workers(view.frames) and not computes:
         return replace(condition, reason=f"{condition.reason}, in its dataset, called by a DataLoader without workers")
     return condition

@@ -16,7 +16,6 @@ from safelaunch.stacks import frames as fr
 from safelaunch.verdict.exits import kernel_claim
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.rank_state import CaseFacts
-from safelaunch.verdict.rules_wrong_results import WRONG_RESULTS
 from safelaunch.verdict.suggestions import DETAIL_CRASH
 
 
@@ -24,7 +23,7 @@ def debug_detail(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """Reports the variable with which torch 2.13 and later crash when a DDP model is built."""
     ranks = [facts.ranks[culprit.rank].evidence for culprit in finding.culprits]
     launched = facts.evidence.launched
-    if finding.cause != "rank-killed" or launched is None or launched.distributed_debug != "DETAIL":
+    if launched is None or launched.distributed_debug != "DETAIL":
         return
     fatal = [fr.stack_of(rank, rank.fatal.frames) for rank in ranks if rank.fatal is not None]
     if fatal and all(calls.purpose(stack) == "ddp-constructor" for stack in fatal):
@@ -35,13 +34,10 @@ def debug_detail(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
 
 def wrong_results_before(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """Lists wrong results that preceded what happened to the job."""
-    if finding.cause not in WRONG_RESULTS:
-        yield Annotation(
-            context=tuple(Claim(result.words, WRONG_RESULTS_FILE) for result in facts.evidence.wrong_results)
-        )
+    yield Annotation(context=tuple(Claim(result.words, WRONG_RESULTS_FILE) for result in facts.evidence.wrong_results))
 
 
 def driver_errors(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """Lists driver errors of the failed ranks' GPUs: CUDA reports later and with less detail."""
-    for rank in (facts.ranks[culprit.rank].evidence for culprit in finding.culprits if finding.cause != "gpu-lost"):
+    for rank in (facts.ranks[culprit.rank].evidence for culprit in finding.culprits):
         yield Annotation(context=tuple(kernel_claim(rank, line, f"rank {rank.rank}: ") for line in rank.gpu_errors))

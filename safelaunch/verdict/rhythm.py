@@ -95,7 +95,6 @@ def with_stall_duration(facts: CaseFacts, finding: Finding) -> Finding:
         since = f"No step for {stood}"
     else:
         since = f"No step yet, {stood} on"
-    text = f"{since}{rhythm_of(evidence).words}: {finding.summary[:1].lower()}{finding.summary[1:]}"
-    if "slow or endless" not in text:
-        text = f"{text.removesuffix('.')}: slow or endless, a dump cannot tell."
+    text = f"{since}{rhythm_of(evidence).words}: {finding.summary[:1].lower()}{finding.summary[1:].removesuffix('.')}"
+    text += ": slow or endless, a dump cannot tell."
     return replace(finding, summary=capital(text), doubts=(*finding.doubts, Doubt.ONE_LOOK))

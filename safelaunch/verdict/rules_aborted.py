@@ -14,14 +14,13 @@ from safelaunch.verdict.causes import FAILURES
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.exceptions import is_aborted
 from safelaunch.verdict.exits import aborted_in, failed_at
-from safelaunch.verdict.findings import Finding, Ruling
+from safelaunch.verdict.findings import DOUBTS_OF_VOTE, Finding, Ruling
 from safelaunch.verdict.majority import sides_of, vote
 from safelaunch.verdict.mismatch import Mismatch
 from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.phrases import capital, each_of, ranks_do, ranks_word, waits_words
 from safelaunch.verdict.rank_state import CaseFacts, RankFacts
 from safelaunch.verdict.rules_mismatch import CallSite, ExpectedMatch, by_a_break, by_the_source, of_record
-from safelaunch.verdict.suggestions import SIZES_DIFFER, UNUSUAL_GROUP
 from safelaunch.verdict.wrong_group import habit_claim, unusual
 
 
@@ -124,12 +123,14 @@ def wrong_size_received(facts: CaseFacts) -> Ruling:
     culprits = [waiting_culprit(facts.ranks[r], f"Rank {r} {reason}{fr.at(site)}.", site) for r, site in sites.items()]
     return Finding(
         left_loop.cause if left_loop is not None else "collective-mismatch",
-        (Doubt.EITHER_SIDE,) if named else (Doubt.ABORTED_CALL_LOST,),
+        DOUBTS_OF_VOTE["open"] if named else (Doubt.ABORTED_CALL_LOST,),
         capital(text),
         (*culprits, *waiting_culprits(facts, named)),
         tuple(Claim(f"rank {r}: aborted in a collective", _shown_in(facts, r)) for r in sites)
         + wait_claims(facts, sorted(peers)),
-        advice=frozenset({SIZES_DIFFER}) if len(ways) == 1 else by_a_break(left_loop),
+        advice=by_a_break(left_loop),
+        of="sizes" if len(ways) == 1 else "",
+        vote="open" if named else "",
     )
 
 
@@ -144,7 +145,7 @@ def _match_by_stacks(facts: CaseFacts, ranks: Iterable[int]) -> ExpectedMatch:
         rank: CallSite(f"a call{fr.at(stack[0])}", stack[0], stack) if stack else CallSite("another place", None, ())
         for rank, stack in stacks.items()
     }
-    return ExpectedMatch(tuple(sorted(sites)), False, sites)
+    return ExpectedMatch(tuple(sorted(sites)), "tie", sites)
 
 
 def _shown_in(facts: CaseFacts, rank: int) -> str:
@@ -182,5 +183,5 @@ def _habit_finding(facts: CaseFacts, rank: int, words: str, aborted: Sequence[in
         (waiting_culprit(facts.ranks[rank], words),),
         (*claims, *wait_claims(facts, sorted(facts.ranks))),
         victims=tuple(aborted),
-        advice=frozenset({UNUSUAL_GROUP}),
+        of="usual group",
     )

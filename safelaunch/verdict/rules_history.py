@@ -18,7 +18,7 @@ from safelaunch.verdict.call_history import UNKNOWN
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.divergence import Divergence
 from safelaunch.verdict.doubts import Doubt, doubts_if
-from safelaunch.verdict.findings import Finding, Ruling
+from safelaunch.verdict.findings import DOUBTS_OF_VOTE, Finding, Ruling, Vote
 from safelaunch.verdict.own_words import is_outside_normal_flow
 from safelaunch.verdict.phrases import apart, capital, ranks_wait, ranks_word, wait_words
 from safelaunch.verdict.rank_state import CaseFacts
@@ -75,9 +75,7 @@ def _ended_and_waiting(case: Case) -> tuple[list[int], list[int]]:
     Both are empty if more wait than ended, or if another rank is held up on its own.
     """
     own = conditions(case)
-    if any(
-        condition.cause != "uneven-batches" or suggestions.EXIT_CALLED in condition.advice for condition in own.values()
-    ):
+    if any(condition.cause != "uneven-batches" or condition.exits_early for condition in own.values()):
         return [], []
     if any(wait.kind != "collective" for wait in case.waiting.values()):
         return [], []
@@ -110,13 +108,15 @@ def _too_many(
     case: Case, waiting: Sequence[int], ended: Sequence[int], text: str, shown: Claim, doubts: Mapping[Doubt, bool]
 ) -> Finding:
     ends = tuple(claim for condition in conditions(case).values() for claim in condition.claims[:1])[:1]
+    vote: Vote = "tie" if len(waiting) == len(ended) else ""
     return Finding(
         "collective-mismatch",
-        doubts_if({Doubt.NO_MAJORITY: len(waiting) == len(ended), **doubts}),
+        (*DOUBTS_OF_VOTE[vote], *doubts_if(doubts)),
         f"{capital(text)}.",
         waiting_culprits(case, waiting),
         (shown, *ends, *wait_claims(case, waiting)),
         calls={**dict.fromkeys(ended, ()), **{rank: case.ranks[rank].user_stack for rank in waiting}},
+        vote=vote,
     )
 
 
@@ -328,8 +328,8 @@ def skipped(
     reason = f"Rank {rank} {text}."
     culprits = (waiting_culprit(case.ranks[rank], reason, site),)
     summary = f"{before}: rank {rank} {text}." if before else reason
-    doubts = (Doubt.HABIT_ALONE,)
-    return Finding("collective-mismatch", doubts, summary, culprits, claims, advice=frozenset({suggestions.LEFT_OUT}))
+    doubts, advice = (Doubt.HABIT_ALONE,), frozenset({suggestions.LEFT_OUT})
+    return Finding("collective-mismatch", doubts, summary, culprits, claims, advice=advice, of="usual call")
 
 
 def _usual_calls(case: Case, *, new: bool) -> dict[int, Collective]:
@@ -357,12 +357,15 @@ def new_call_between_groups(case: Case) -> Ruling:
     text = f"{ranks_wait(case, own_class.ranks)} in {own} for the first time; until then"
     text += f" {'it had' if len(own_class.ranks) == 1 else 'they had'} always called {usual} instead"
     others_in = {r: w for r, w in wait_words(case, case.waits.ranks_in_cycle).items() if r not in new}
+    vote: Vote = "tie" if 2 * len(new) == len(case.waits.ranks_in_cycle) else ""
     return Finding(
         "collective-mismatch",
-        (Doubt.HABIT_ALONE, *doubts_if({Doubt.NO_MAJORITY: 2 * len(new) == len(case.waits.ranks_in_cycle)})),
+        (Doubt.HABIT_ALONE, *DOUBTS_OF_VOTE[vote]),
         f"{capital(text)}; {apart(case, others_in)}.",
         waiting_culprits(case, own_class.ranks),
         wait_claims(case, case.waits.ranks_in_cycle),
+        of="usual call",
+        vote=vote,
     )
 
 

@@ -20,7 +20,7 @@ from safelaunch.verdict.call_history import UNKNOWN
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.divergence import AlignedHistories
 from safelaunch.verdict.doubts import Doubt, doubts_if
-from safelaunch.verdict.findings import Finding, Ruling
+from safelaunch.verdict.findings import DOUBTS_OF_VOTE, Deviation, Finding, LeftLoop, Ruling, Vote
 from safelaunch.verdict.guarding import branches
 from safelaunch.verdict.majority import sides_of, vote
 from safelaunch.verdict.mismatch import Mismatch, mismatch_at
@@ -36,7 +36,7 @@ from safelaunch.verdict.phrases import (
 )
 from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.rules_history import of_role, shifted
-from safelaunch.verdict.suggestions import BROKEN_OFF, LEFT_OUT, SIZES_DIFFER, UNUSED_PARAMETERS, Advice
+from safelaunch.verdict.suggestions import BROKEN_OFF, LEFT_OUT, UNUSED_PARAMETERS, Advice
 from safelaunch.verdict.waits import Case
 
 
@@ -54,16 +54,25 @@ class ExpectedMatch:
     """Ranks that should have met, by the call that each is in."""
 
     odd: tuple[int, ...]  # ranks outside the majority; all of them if there is none
-    majority: bool
+    vote: Vote
     calls: Mapping[int, CallSite]
-    doubts: tuple[Doubt, ...] = ()  # doubts about the calls
+    shown_by: Literal["records", "stacks", "lines"] = "records"
     claims: tuple[Claim, ...] = ()
     number: tuple[str, int] = ("", 0)  # group and number of the call, if a record shows them
-    sizes_differ: bool = False
+    of: Deviation | LeftLoop = ""
+
+    @property
+    def majority(self) -> bool:
+        return self.vote != "tie"
 
     @property
     def words(self) -> dict[int, str]:
         return {rank: call.words for rank, call in self.calls.items()}
+
+    @property
+    def doubts(self) -> tuple[Doubt, ...]:
+        shown = doubts_if({Doubt.STACKS_ALONE: self.shown_by == "stacks", Doubt.LINES_ALONE: self.shown_by == "lines"})
+        return (*shown, *(self.of.doubts if isinstance(self.of, LeftLoop) else ()), *DOUBTS_OF_VOTE[self.vote])
 
 
 def compared_by_torch(case: Case) -> Ruling:
@@ -88,16 +97,18 @@ def compared_by_torch(case: Case) -> Ruling:
     places = by_place({rank: words[rank] for rank in odd_first})
     text = " while ".join(f"{ranks_do(ranks, 'called', 'called')} {call}" for call, ranks in places)
     claims = (Claim(f"rank {r}: torch's own check found a mismatch", f"ranks/{r}/exception.json") for r in examined)
+    decided: Vote = "" if majority else "tie"
     return Finding(
         "collective-mismatch",
-        doubts_if({Doubt.NO_MAJORITY: not majority, Doubt.UNSEEN_RANKS: len(examined) < len(calls_compared)}),
+        (*DOUBTS_OF_VOTE[decided], *doubts_if({Doubt.UNSEEN_RANKS: len(examined) < len(calls_compared)})),
         f"{capital(text)}: torch compared these calls, and they do not match.",
         tuple(
             waiting_culprit(case.ranks[r], f"Rank {r} called {words[r]}, its peers did not.", sites[r]) for r in blamed
         ),
         tuple(claims)[:4] + wait_claims(case, examined),
-        advice=frozenset({SIZES_DIFFER}) if len({call.op for call in by_call}) == 1 else frozenset(),
         calls={rank: case.ranks[rank].user_stack for rank in examined},
+        of="sizes" if len({call.op for call in by_call}) == 1 else "",
+        vote=decided,
     )
 
 
@@ -142,7 +153,7 @@ def mismatch(case: Case) -> Ruling:
             return of_record(case, mismatch_found)
     meeting = _by_stacks(case, case.waits.ranks_in_cycle)
     if any(w.kind == "p2p" and w.seq is not None for w in waiting):  # by design, only some ranks send
-        meeting = replace(meeting, odd=tuple(sorted(meeting.calls)), majority=False)
+        meeting = replace(meeting, odd=tuple(sorted(meeting.calls)), vote="tie")
     return _finding(case, meeting)
 
 
@@ -174,7 +185,7 @@ def _without_majority(
     text = f"From collective #{mismatch.seq} of group {mismatch.group!r} on, the ranks go {len(sides)} different ways"
     return Finding(
         "collective-mismatch",
-        (*meeting.doubts, Doubt.OWN_WAYS),
+        (Doubt.OWN_WAYS,),
         f"{text}, without a majority: {'; '.join(clauses)}.",
         claims=meeting.claims + wait_claims(facts, meeting.words),
     )
@@ -199,13 +210,14 @@ def _recorded(facts: CaseFacts, mismatch: Mismatch) -> ExpectedMatch:
     parts = (f"{names[members[0]]} on {ranks_word(members)}" for members in mismatch.classes.values())
     text = f"collective #{mismatch.seq} of group {mismatch.group!r} is {', '.join(parts)}"
     claims = (record_claim((mismatch.odd or (*sites,))[0], text),)
+    at_one_line = len({(call.site.file, call.site.line) for call in sites.values() if call.site}) < 2
     return ExpectedMatch(
         mismatch.odd,
-        mismatch.majority,
+        "" if mismatch.majority else "tie",
         sites,
         claims=claims,
         number=(mismatch.group, mismatch.seq),
-        sizes_differ=sizes_differ,
+        of="sizes" if sizes_differ and at_one_line else "",
     )
 
 
@@ -217,7 +229,7 @@ def _by_stacks(facts: CaseFacts, ranks: list[int]) -> ExpectedMatch:
     lines = {rank: (wait.frame.file, wait.frame.line) if wait.frame else ("", 0) for rank, wait in waits.items()}
     odd, majority = vote(sides_of(ops)) if ops_differ else vote(sides_of(lines))
     sites = {rank: CallSite(words, *_user_stack(facts, rank)) for rank, words in wait_words(facts, ranks).items()}
-    return ExpectedMatch(odd, majority, sites, (Doubt.STACKS_ALONE if ops_differ else Doubt.LINES_ALONE,))
+    return ExpectedMatch(odd, "" if majority else "tie", sites, "stacks" if ops_differ else "lines")
 
 
 def _user_stack(
@@ -242,16 +254,26 @@ def by_the_source(facts: CaseFacts, meeting: ExpectedMatch) -> tuple[ExpectedMat
     if left_loop is not None and guarded is not None and guarded.odd == left_loop.behind:
         left_loop = None  # a rank past the loop would not come to that call in any round
     if left_loop is not None:
-        meeting = left_loop.judged(meeting)
+        meeting = _by_loop(meeting, left_loop)
     if guarded is not None and not meeting.majority:
         meeting = guarded
     if aside:  # a rank that handles an exception might have made the call that half of the ranks should have made
         open_still = 2 * len(aside) == len(meeting.calls) and not all(is_interrupted(facts, rank) for rank in aside)
-        doubts = (*meeting.doubts, Doubt.EITHER_SIDE) if open_still else meeting.doubts
-        meeting = replace(meeting, odd=aside, majority=True, doubts=doubts)
+        meeting = replace(meeting, odd=aside, vote="open" if open_still else "")
     elif left_loop is None and guarded is None and len(meeting.odd) == 1 and len(meeting.calls) == 3:
-        meeting = replace(meeting, doubts=(*meeting.doubts, Doubt.TWO_TO_ONE))
+        meeting = replace(meeting, vote="two to one")
     return meeting, left_loop
+
+
+def _by_loop(meeting: ExpectedMatch, left: LeftLoop) -> ExpectedMatch:
+    # If the sides are equal, the ranks that left the loop had fewer batches; otherwise the minority had more, or fewer.
+    # If another loop encloses both, earlier rounds decide: if each had as many calls, ``behind`` skipped the call that
+    # ends the loop; if that is unknown, either side might be odd, and the majority counts.
+    meeting = replace(meeting, shown_by="stacks" if meeting.shown_by == "lines" else meeting.shown_by, of=left)
+    if left.sure or left.by_habit:
+        minority = left.behind if left.by_habit or len(left.behind) < len(left.ahead) else left.ahead
+        return replace(meeting, odd=minority, vote="")
+    return meeting
 
 
 def _finding(facts: CaseFacts, meeting: ExpectedMatch) -> Finding:
@@ -265,13 +287,15 @@ def _finding(facts: CaseFacts, meeting: ExpectedMatch) -> Finding:
         left_loop.cause
         if left_loop is not None and (left_loop.sure or meeting.odd == left_loop.ahead)
         else "collective-mismatch",
-        meeting.doubts if meeting.majority else (*meeting.doubts, Doubt.NO_MAJORITY),
+        meeting.doubts,
         f"{text}.{tail}",
         tuple(_culprit(facts, meeting, rank, left_loop) for rank in meeting.odd),
         meeting.claims + wait_claims(facts, words),
         _other_end(facts, meeting),
-        advice=_advice(meeting, left_loop),
+        advice=_advice(meeting, left_loop) if left_loop is not None else frozenset(),
         calls=_user_frames(facts, meeting),
+        of=meeting.of,
+        vote=meeting.vote,
     )
 
 
@@ -303,20 +327,18 @@ def _odd_by_guard(facts: CaseFacts, meeting: ExpectedMatch) -> ExpectedMatch | N
     sides = {branch.ranks: branch.kept for branch in telling if {*branch.ranks, *branch.kept} == meeting.calls.keys()}
     if len(sides) != 1 or len({branch.ranks for branch in telling}) != 1:
         return None
-    return replace(meeting, odd=next(iter(sides)), majority=True, doubts=(*meeting.doubts, Doubt.EITHER_SIDE))
+    return replace(meeting, odd=next(iter(sides)), vote="open")
 
 
 def _user_frames(facts: CaseFacts, meeting: ExpectedMatch) -> dict[int, tuple[Frame, ...]]:
     return {r: fr.stack_of(facts.ranks[r].evidence, call.stack).user_frames for r, call in meeting.calls.items()}
 
 
-def _advice(meeting: ExpectedMatch, left: LeftLoop | None) -> frozenset[Advice]:
-    if left is not None and (left.cut_short or (left.of_a_step and meeting.odd == left.ahead)):
+def _advice(meeting: ExpectedMatch, left: LeftLoop) -> frozenset[Advice]:
+    if left.cut_short or (left.of_a_step and meeting.odd == left.ahead):
         return frozenset({LEFT_OUT})
-    at_one_line = len({(call.site.file, call.site.line) for call in meeting.calls.values() if call.site}) < 2
-    skips = by_a_break(left) | ({LEFT_OUT} if left is not None and left.skips else set())
-    skips |= {UNUSED_PARAMETERS} if left is not None and left.skips and left.more_steps else set()
-    return skips | {SIZES_DIFFER} if meeting.sizes_differ and at_one_line else skips
+    skips = {LEFT_OUT, UNUSED_PARAMETERS} if left.more_steps else {LEFT_OUT}
+    return by_a_break(left) | (skips if left.skips else set())
 
 
 def by_a_break(left: LeftLoop | None) -> frozenset[Advice]:
@@ -331,63 +353,6 @@ def _other_end(facts: CaseFacts, meeting: ExpectedMatch) -> tuple[str, ...]:
 
 
 _CALLS_PER_STEP = 1.5  # calls per step
-
-
-@dataclass(frozen=True)
-class LeftLoop:
-    """A loop that ``ahead`` have left and ``behind`` are still in."""
-
-    ahead: tuple[int, ...]
-    behind: tuple[int, ...]
-    loop: SourceLoop
-    round: Literal["whole", "short", ""]  # see :meth:`.Aligned.round_before`
-    of_a_step: bool = False  # runs several times in each step, so it isn't the loop over batches
-    skips: str = ""  # how an iteration can skip these calls, in words
-    more_steps: int = 0  # steps that ``ahead`` made more, with as many calls
-
-    @property
-    def cause(self) -> str:
-        return "collective-mismatch" if self.of_a_step else "uneven-batches"
-
-    @property
-    def sure(self) -> bool:
-        """True if no round of an outer loop explains it as well."""
-        return self.round == "short" or not self.loop.enclosed
-
-    @property
-    def cut_short(self) -> bool:
-        """True if some calls of one step were skipped."""
-        return self.of_a_step and self.round == "short"
-
-    def judged(self, meeting: ExpectedMatch) -> ExpectedMatch:
-        """Decides which side is odd.
-
-        If the sides are equal, the ranks that left the loop had fewer batches; otherwise the minority had more, or
-        fewer. If another loop encloses both, earlier rounds decide: if each had as many calls, ``behind`` skipped the
-        call that ends the loop; if that is unknown, either side might be odd, and the majority counts.
-        """
-        doubts = tuple(Doubt.STACKS_ALONE if doubt is Doubt.LINES_ALONE else doubt for doubt in meeting.doubts)
-        doubts += (Doubt.MAY_SKIP_CALLS,) if self.skips else ()
-        if self.sure:
-            odd = self.behind if len(self.behind) < len(self.ahead) else self.ahead
-            return replace(meeting, odd=odd, majority=True, doubts=doubts)
-        if self.round == "whole" and len(self.behind) <= len(self.ahead):
-            return replace(meeting, odd=self.behind, majority=True, doubts=(*doubts, Doubt.HABIT_ALONE))
-        return replace(meeting, doubts=(*doubts, Doubt.ROUND_UNKNOWN))
-
-    @property
-    def says(self) -> str:
-        ahead, loop = ranks_do(self.ahead, "has", "have"), f"the loop at {self.loop.place}"
-        breaks = " or ".join(self.loop.breaks[:3])
-        skips = f" ({breaks} can end it early)" if breaks else ""
-        skips += f", with fewer batches or after a round without these calls ({self.skips})" if self.skips else ""
-        if self.cut_short:
-            return f"{ahead} left {loop} after fewer calls than in each earlier round"
-        if self.sure:
-            return f"{ahead} left {loop}{skips}"
-        if self.round == "whole":
-            return f"each earlier round of {loop} had as many calls and ended there"
-        return f"{ahead} left {loop}, in this iteration or the previous one{skips}"
 
 
 def _culprit(facts: CaseFacts, meeting: ExpectedMatch, rank: int, left: LeftLoop | None) -> Culprit:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from safelaunch.model import Claim
 from safelaunch.verdict.blame import wait_claims, waiting_culprit
-from safelaunch.verdict.doubts import Doubt, doubts_if
-from safelaunch.verdict.findings import Finding, Ruling
+from safelaunch.verdict.findings import DOUBTS_OF_VOTE, Finding, Ruling, Vote
 from safelaunch.verdict.majority import sides_of, vote
 from safelaunch.verdict.phrases import capital, ranks_do, ranks_wait, waits_words
-from safelaunch.verdict.suggestions import GROUPS_MADE
 from safelaunch.verdict.waits import Case
 
 
@@ -41,16 +39,18 @@ def unequal_new_groups(case: Case) -> Ruling:
     text = f"{capital(' and '.join(waits))}, and not all ranks have made the same groups: "
     text += f"{', '.join(parts)}. Every rank has to call new_group(), also for a group of others."
     reason = "has made a different number of groups than its peers"
+    decided: Vote = "" if majority else "tie"
     return Finding(
         "collective-mismatch",
-        doubts_if({Doubt.NO_MAJORITY: not majority}),
+        DOUBTS_OF_VOTE[decided],
         text,
         tuple(waiting_culprit(case.ranks[rank], f"Rank {rank} {reason}.") for rank in odd),
         tuple(Claim(f"rank {rank} has made {made[rank]} process groups", f"ranks/{rank}/rank.json") for rank in made)[
             :8
         ]
         + wait_claims(case, case.waiting),
-        advice=frozenset({GROUPS_MADE}),
+        of="groups made",
+        vote=decided,
     )
 
 

@@ -18,6 +18,7 @@ from safelaunch.verdict.blame import conditions, wait_claims
 from safelaunch.verdict.causes import FAILURES
 from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.exceptions import is_timeout, one_line
+from safelaunch.verdict.exits import aborted_in
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.nccl_witness import nccl_states
 from safelaunch.verdict.phrases import capital, ranks_do, ranks_word, waits_words
@@ -66,7 +67,7 @@ def node_lost(case: Case) -> Ruling:
     that hosts it. So its end blames no node while the host answers.
     """
     own = conditions(case, *FAILURES)
-    if any(Doubt.ABORTED_IN_COLLECTIVE not in condition.doubts for condition in own.values()):
+    if any(c.cause != "rank-killed" or aborted_in(case.ranks[rank].evidence) is None for rank, c in own.items()):
         return ""
     raised = {rank: state.evidence.exception for rank, state in case.ranks.items()}
     lost = [rank for rank, error in raised.items() if rank in own or (error is not None and rank in case.waiting)]

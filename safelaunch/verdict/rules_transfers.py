@@ -11,7 +11,7 @@ from safelaunch.verdict.blame import wait_claims, waiting_culprit
 from safelaunch.verdict.c10d import number_of, op_name
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.findings import Finding, Ruling
+from safelaunch.verdict.findings import DOUBTS_OF_VOTE, Finding, Ruling, Vote
 from safelaunch.verdict.majority import sides_of, vote
 from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.phrases import capital, ranks_wait, ranks_word
@@ -53,7 +53,7 @@ def _unequal_pair(facts: CaseFacts, pair: tuple[RecordedTransfer, RecordedTransf
     text = " while rank ".join(f"{rank} {words}" for rank, words in says.items())
     return Finding(
         "collective-mismatch",
-        (Doubt.EITHER_SIDE,),
+        DOUBTS_OF_VOTE["open"],
         f"Rank {text}: they do not match.",
         tuple(waiting_culprit(facts.ranks[rank], f"Rank {rank} {says[rank]}.", sites[rank]) for rank in says),
         tuple(
@@ -64,6 +64,7 @@ def _unequal_pair(facts: CaseFacts, pair: tuple[RecordedTransfer, RecordedTransf
             )
             for side in pair
         ),
+        vote="open",
     )
 
 
@@ -100,14 +101,14 @@ def _different_roots(facts: CaseFacts, wait: PeerWait, sources: Mapping[int, int
     odd, majority = vote(by_root)
     numbered = wait.seq is not None
     silent = len(facts.alignment.members(str(wait.group))[0]) - len(sources) if numbered else 0
-    surely = majority and 2 * (len(sources) - len(odd)) > len(sources) + silent
+    vote_of_all: Vote = "" if majority and 2 * (len(sources) - len(odd)) > len(sources) + silent else "tie"
     whose = "rank" if numbered else "group rank"
     parts = [f"{whose} {root} on {ranks_word(ranks)}" for root, ranks in by_root.items()]
     number = f", #{wait.seq} of group {wait.group!r}," if numbered else ""
     text = f"The root of {wait.words}{number} is {' and '.join(parts)}."
     return Finding(
         "collective-mismatch",
-        (*(() if surely else (Doubt.NO_MAJORITY,)), *(() if numbered else (Doubt.LINES_ALONE,))),
+        (*DOUBTS_OF_VOTE[vote_of_all], *(() if numbered else (Doubt.LINES_ALONE,))),
         text,
         tuple(waiting_culprit(facts.ranks[r], f"Rank {r} names {whose} {sources[r]} as the root.") for r in odd),
         tuple(facts.ranks[r].line_claim(f"rank {r} names {whose} {root} as the root") for r, root in sources.items())[
@@ -115,6 +116,7 @@ def _different_roots(facts: CaseFacts, wait: PeerWait, sources: Mapping[int, int
         ]
         + wait_claims(facts, sorted(sources)),
         advice=frozenset({ROOTS_DIFFER}),
+        vote=vote_of_all,
     )
 
 

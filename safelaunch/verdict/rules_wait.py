@@ -21,12 +21,13 @@ from safelaunch.verdict.blame import (
 from safelaunch.verdict.c10d import call_words, op_name
 from safelaunch.verdict.conditions import Condition, record_claim, thread_condition
 from safelaunch.verdict.doubts import Doubt, doubts_if, levels_of
-from safelaunch.verdict.findings import Finding, Ruling
+from safelaunch.verdict.findings import DOUBTS_OF_VOTE, Finding, Ruling
 from safelaunch.verdict.graph import NodeKind
 from safelaunch.verdict.mismatch import mismatch_at
 from safelaunch.verdict.phrases import (
     apart,
     capital,
+    clause_of,
     ranks_wait,
     ranks_word,
     summary_of,
@@ -131,7 +132,7 @@ def unseen_peers(case: Case) -> Ruling:
     text = f"{capital(waits_words(case, waiting))}; {unseen_words(case)} and might be what {they} for."
     own = {rank: condition for rank, condition in conditions(case).items() if case.may_wait_elsewhere(rank)}
     if own:
-        text += f" {summary_of(own, case, [])[:-1]}, perhaps waiting for one of them."
+        text += f" {capital(clause_of(own, case, []))}, perhaps waiting for one of them."
     cause = "missing-from-collective"
     if also := _mismatch_in(case):
         cause = "collective-mismatch"
@@ -206,8 +207,15 @@ def wrong_peer(case: Case) -> Ruling:
 
 
 def _either_end(case: Case, ranks: Collection[int], text: str, *advice: Advice) -> Finding:
-    culprits, claims = waiting_culprits(case, ranks), wait_claims(case, ranks)
-    return Finding("collective-mismatch", (Doubt.EITHER_SIDE,), text, culprits, claims, advice=frozenset(advice))
+    return Finding(
+        "collective-mismatch",
+        DOUBTS_OF_VOTE["open"],
+        text,
+        waiting_culprits(case, ranks),
+        wait_claims(case, ranks),
+        advice=frozenset(advice),
+        vote="open",
+    )
 
 
 def one_sided(case: Case) -> Ruling:

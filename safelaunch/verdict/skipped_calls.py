@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msgspec import structs
 
@@ -19,14 +19,12 @@ from safelaunch.stacks.tracebacks import lines_of
 from safelaunch.stacks.ways_out import WayOut, ways_out
 from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.exceptions import one_line
-from safelaunch.verdict.findings import Annotation, Finding
+from safelaunch.verdict.findings import Annotation, Finding, Reason
 from safelaunch.verdict.mismatch import Mismatch
 from safelaunch.verdict.phrases import capital, ranks_word
 from safelaunch.verdict.rank_state import CaseFacts
-from safelaunch.verdict.suggestions import BROKEN_OFF, DRAWN, LEFT_OUT, Advice
+from safelaunch.verdict.suggestions import BROKEN_OFF, LEFT_OUT
 
-# Causes that say which ranks are behind or went a different way, but not why.
-_EXPLAINED = frozenset({"collective-mismatch", "missing-from-collective", "uneven-batches", "rank-exited"})
 _MOST_LOOKED_AT = 4  # ranks at fault, and as many peers, whose functions are searched for what they print
 
 
@@ -42,7 +40,7 @@ class _SkippedCalls:
 
 
 def _explanation(
-    finding: Finding, skips: Mapping[int, _SkippedCalls], cause: str, words: str, what: str, advice: frozenset[Advice]
+    finding: Finding, skips: Mapping[int, _SkippedCalls], reason: Reason, words: str, what: str
 ) -> Annotation:
     culprits = (culprit for culprit in finding.culprits if culprit.rank in skips)
     return Annotation(
@@ -53,9 +51,8 @@ def _explanation(
             structs.replace(culprit, frame=skips[culprit.rank].frame, reason=skips[culprit.rank].reason)
             for culprit in culprits
         ),
-        advice,
-        cause=cause,
-        explains=True,
+        cause="swallowed-exception",
+        explains=reason,
         ruled_out=(f"{finding.cause} alone: {what} says why",),
     )
 
@@ -67,7 +64,7 @@ def caught_exception(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]
     few more calls would make the records agree to the end. An exception that peers caught at the same place explains
     nothing. Without a minority (one rank against one), the exception shows which side is at fault.
     """
-    if finding.cause not in _EXPLAINED or not any(f.evidence.caught for f in facts.ranks.values()):
+    if not any(f.evidence.caught for f in facts.ranks.values()):
         return
     mismatch = facts.histories.first_mismatch
     fits = {c.rank: fit for c in finding.culprits if (fit := _matching_exception(facts, c.rank, mismatch)) is not None}
@@ -78,7 +75,7 @@ def caught_exception(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]
         f"{capital(ranks_word(fits))} raised {types} and continued, skipping the collectives that their peers called."
     )
     words = next(iter(fits.values())).reason if len(fits) == 1 else words
-    yield _explanation(finding, fits, "swallowed-exception", words, "the exception", frozenset())
+    yield _explanation(finding, fits, Reason.CAUGHT, words, "the exception")
 
 
 def skipped_batch(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
@@ -87,11 +84,7 @@ def skipped_batch(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     A record with an extra call contradicts that; one with a missing call confirms it. A rank that has left the loop
     (``break``, ``return``) is judged by that, whatever it printed.
     """
-    printed_lines = (
-        _printed_lines(facts, [culprit.rank for culprit in finding.culprits])
-        if finding.cause in _EXPLAINED - {"rank-exited"}
-        else {}
-    )
+    printed_lines = _printed_lines(facts, [culprit.rank for culprit in finding.culprits])
     if not printed_lines or (not finding.doubts and len(printed_lines) < len(finding.culprits)):
         return
     shifts = [*facts.histories.shifts_in(facts.alignment.groups())]
@@ -103,11 +96,10 @@ def skipped_batch(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     if not all(left.swallows or left.goes == "continue" for left, _ in printed_lines.values()):
         yield Annotation(words, context=tuple(skip.claim for skip in skips.values()), advice=frozenset({BROKEN_OFF}))
         return
-    swallows = any(left.swallows for left, _ in printed_lines.values())
-    cause, advice = (
-        ("swallowed-exception", frozenset[Advice]()) if swallows else ("collective-mismatch", DRAWN | {LEFT_OUT})
-    )
-    yield _explanation(finding, skips, cause, words, "what the rank printed", advice)
+    printed = _explanation(finding, skips, Reason.PRINTED, words, "what the rank printed")
+    if not any(left.swallows for left, _ in printed_lines.values()):
+        printed = replace(printed, cause="collective-mismatch", advice=frozenset({LEFT_OUT}), of="own choice")
+    yield printed
 
 
 def _printed_lines(facts: CaseFacts, named: Sequence[int]) -> dict[int, tuple[WayOut, str]]:

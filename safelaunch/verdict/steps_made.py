@@ -21,13 +21,9 @@ from safelaunch.verdict.phrases import ranks_word
 from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.suggestions import ITERABLE
 
-_UNEVEN = "uneven-batches"
-
 
 def steps_made(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """Yields the steps of each rank, and advice for a dataset that no sampler divides."""
-    if finding.cause != _UNEVEN or not finding.culprits:
-        return
     steps = {rank: state.step for rank, state in facts.ranks.items() if state.step is not None}
     sides = sorted(sides_of(steps).items())
     words = ", ".join(f"{count} on {ranks_word(ranks)}" for count, ranks in sides[:4])
@@ -43,7 +39,7 @@ def steps_made(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
 
 def with_loops_left(facts: CaseFacts, finding: Finding) -> Finding:
     """Adds the loop that ranks outside the script have left: the outermost loop of their peers."""
-    if finding.cause != _UNEVEN:
+    if finding.cause != "uneven-batches":
         return finding
     named = {culprit.rank for culprit in finding.culprits}
     gone = {rank for rank in named if facts.ranks[rank].condition is not None}

@@ -231,8 +231,9 @@ ALONE_IN_GROUPS = _sub_case(
     " their calls, and look for a branch around them.",
     unless=(GUARDED, LEFT_OUT),
 )
-EXIT_CALLED = _sub_case(
-    "Agree before one exits: decide on one rank, `broadcast` the decision, and exit on all ranks or on none."
+EXIT_CALLED = Advice(
+    "Agree before one exits: decide on one rank, `broadcast` the decision, and exit on all ranks or on none.",
+    when=lambda case: case.exits_early,
 )
 OPTIONS_REFUSED = _sub_case(
     "The script rejected its options: argparse and click exit with code 2. Its output says which option."

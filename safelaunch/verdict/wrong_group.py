@@ -10,10 +10,10 @@ from safelaunch.verdict.blame import condition_claims, conditions, waiting_culpr
 from safelaunch.verdict.causes import FAILURES
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.findings import Annotation, Finding, Ruling
+from safelaunch.verdict.findings import DOUBTS_OF_VOTE, Annotation, Finding, Reason, Ruling
 from safelaunch.verdict.phrases import capital, ranks_word, waits_words
 from safelaunch.verdict.rank_state import CaseFacts
-from safelaunch.verdict.suggestions import UNUSUAL_GROUP, WRONG_GROUP
+from safelaunch.verdict.suggestions import WRONG_GROUP
 from safelaunch.verdict.waits import Case, Waiters
 
 # torch warns about a collective on a group that the rank isn't in, and skips it. That is harmless if every member calls
@@ -21,12 +21,11 @@ from safelaunch.verdict.waits import Case, Waiters
 # the order of groups follow from it. Without a warning, habit shows it: the newest call from a line is in a new group.
 
 _HABIT_CALLS = 2  # earlier calls that count as a habit
-_GROUP_CAUSES = frozenset({"group-order", "missing-from-collective", "collective-mismatch"})
 
 
 def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
     """Blames ranks that called on a foreign group while their own group waits for them."""
-    outsiders = _waiters_for_outsiders(case) if finding.cause in _GROUP_CAUSES else {}
+    outsiders = _waiters_for_outsiders(case)
     if not outsiders or not outsiders.keys() <= {culprit.rank for culprit in finding.culprits}:
         return
     they, their, groups = ("it is", "its", "group") if len(outsiders) == 1 else ("they are", "their", "groups")
@@ -46,7 +45,7 @@ def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
         ),
         finding.advice | {WRONG_GROUP},
         cause="missing-from-collective",
-        explains=True,
+        explains=Reason.WARNED,
         supersedes=True,
         ruled_out=(f"{finding.cause} alone: a call on a wrong group says why",),
     )
@@ -54,14 +53,14 @@ def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
 
 def another_group(case: Case, finding: Finding) -> Iterator[Annotation]:
     """Blames ranks that left their habit, if they are no majority of the waiting ranks."""
-    meets_none = finding.cause == "collective-mismatch" and UNUSUAL_GROUP not in finding.advice
-    named = [culprit.rank for culprit in finding.culprits if culprit.rank in case.waiting] if meets_none else []
+    named = [culprit.rank for culprit in finding.culprits if culprit.rank in case.waiting]
+    named = [] if finding.of == "usual group" else named
     # From the line where it waits, else from the line where it diverged.
     diverged = {rank: stack[0] for rank, stack in finding.calls.items() if stack}
     astray = {rank: text for rank in named if (text := unusual(case, rank) or unusual(case, rank, diverged.get(rank)))}
     if not astray or 2 * len(astray) > len(case.waiting):
         return
-    doubts = tuple(doubt for doubt in finding.doubts if doubt not in (Doubt.NO_MAJORITY, Doubt.EITHER_SIDE))
+    doubts = tuple(doubt for doubt in finding.doubts if doubt not in DOUBTS_OF_VOTE[finding.vote])
     first, *more = astray
     text = f"{astray[first]}{f' The same holds for {ranks_word(more)}.' if more else ''}"
     waits = waits_words(case, case.waiting.keys() - astray.keys())
@@ -70,8 +69,8 @@ def another_group(case: Case, finding: Finding) -> Iterator[Annotation]:
         tuple(map(habit_claim, astray)),
         (*doubts, Doubt.HABIT_ALONE),
         tuple(waiting_culprit(case.ranks[rank], text) for rank, text in astray.items()),
-        frozenset({UNUSUAL_GROUP}),
-        explains=True,
+        of="usual group",
+        explains=Reason.HABIT,
         supersedes=True,
     )
 
@@ -112,7 +111,7 @@ def unusual_group(facts: CaseFacts) -> Ruling:
         tuple(waiting_culprit(facts.ranks[rank], text) for rank, text in texts.items()),
         (*map(habit_claim, texts), *condition_claims(ended)),
         ruled_out=(f"{ranks_word(ended)} left a loop too early: no peer meets that call in any case",),
-        advice=frozenset({UNUSUAL_GROUP}),
+        of="usual group",
     )
 
 

@@ -149,7 +149,7 @@ def _rules() -> list[str]:
 
 
 def _explanations() -> list[str]:
-    return [explanation.__name__ for explanations in DIAGNOSE.EXPLANATIONS for explanation in explanations]
+    return [explanation.name for explanations in DIAGNOSE.EXPLANATIONS for explanation in explanations]
 
 
 @contextmanager
@@ -165,7 +165,7 @@ def _with(rules: tuple[Any, ...], explanations: tuple[Any, ...]) -> Iterator[Non
 def _without(name: str) -> Any:
     return _with(
         tuple(rule for rule in DIAGNOSE.RULES if rule.name != name),
-        tuple(tuple(one for one in those if one.__name__ != name) for those in DIAGNOSE.EXPLANATIONS),
+        tuple(tuple(one for one in those if one.name != name) for those in DIAGNOSE.EXPLANATIONS),
     )
 
 
@@ -183,12 +183,12 @@ def _noting(took_part: list[str]) -> Any:
 
     def noting_explanation(explanation: Any) -> Any:
         def explain(case: Any, finding: Finding) -> list[Annotation]:
-            notes = [one for one in explanation(case, finding) if one != Annotation()]
+            notes = [one for one in explanation.explain(case, finding) if one != Annotation()]
             if notes:
-                took_part.append(explanation.__name__)
+                took_part.append(explanation.name)
             return notes
 
-        return explain
+        return replace(explanation, explain=explain)
 
     explanations = tuple(tuple(map(noting_explanation, those)) for those in DIAGNOSE.EXPLANATIONS)
     return _with(tuple(map(noting_rule, DIAGNOSE.RULES)), explanations)

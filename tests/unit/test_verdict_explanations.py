@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from itertools import permutations
 
 import msgspec
 import pytest
 
-from safelaunch.model import CaughtException, Collective, Progress, RankEvidence, Verdict
+from safelaunch.model import CaughtException, Collective, Culprit, Progress, RankEvidence, Verdict
+from safelaunch.verdict import diagnose as diagnosing
 from safelaunch.verdict.diagnose import diagnose
 from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.explanations import EXPLANATIONS
+from safelaunch.verdict.findings import Annotation, Finding, Reason, annotated
 from tests.support.evidence import at, entry, in_c10d, job, rank, record
-from tests.support.verdict_cases import calls_in
+from tests.support.verdict_cases import CaseText, all_cases, calls_in, decision_of
 
 SECOND = 1_000_000_000
 
@@ -153,3 +158,36 @@ GROUPS = {"1": (0, 1), "2": (2, 3)}
 def one(number: int, text: str, line: int, log: str = "") -> RankEvidence:
     found = rank(number, in_c10d("all_reduce", line), flight=record(*calls_in(text), groups=GROUPS))
     return msgspec.structs.replace(found, log_tail=log)
+
+
+# --- the order of explanations ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", all_cases(), ids=str)
+def test_order_of_explanations_changes_no_decision(case: CaseText, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = case.read()
+    before, chance = decided(read.verdict), random.Random(case.name)
+    shuffled = tuple(tuple(chance.sample(phase, len(phase))) for phase in EXPLANATIONS)
+    monkeypatch.setattr(diagnosing, "EXPLANATIONS", shuffled)
+    assert decided(read.verdict) == before
+
+
+def decided(verdict: Verdict) -> tuple[object, ...]:
+    unordered = (verdict.doubts, verdict.ruled_out, verdict.summary.split())
+    return (decision_of(verdict), verdict.culprits, verdict.suggestions, *map(sorted, unordered))
+
+
+def test_surest_reason_wins_whatever_the_order_of_annotations() -> None:
+    finding = Finding("collective-mismatch", (Doubt.STACKS_ALONE,), "They do not meet.", of="sizes")
+    named = {reason: (Culprit(reason, "node", 1, "main", None, None, reason.name),) for reason in Reason}
+    notes = [Annotation(why.name, cause=why.name, culprits=named[why], explains=why) for why in Reason]
+    withdrawn = Annotation("No rank is named.", doubts=(Doubt.NO_PATTERN,), culprits=(), of="own choice")
+    for some in (notes, notes[2:]):
+        for order in permutations([*some, withdrawn]):
+            after = annotated(finding, order)
+            assert (after.cause, after.doubts, after.culprits) == (some[0].cause, (), some[0].culprits)
+            assert (after.of, after.summary) == ("sizes", f"{some[0].sentence} They do not meet.")
+    after = annotated(finding, [withdrawn])
+    assert (after.of, after.doubts) == ("own choice", (Doubt.STACKS_ALONE, Doubt.NO_PATTERN))
+    with pytest.raises(AssertionError, match="order"):
+        annotated(finding, [withdrawn, withdrawn])
