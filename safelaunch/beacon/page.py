@@ -133,7 +133,7 @@ def wait_for_answers(words: memoryview) -> bool:
 
 
 def wait_for_ack(words: memoryview, supervisor_pid: int, hold_s: float = layout.HOLD_S) -> None:
-    """Waits until the supervisor has sampled this rank's peers: at most ``hold_s``, and only while it is alive."""
+    """Waits, while the supervisor is alive, until it has sampled this rank's peers, but at most ``hold_s`` seconds."""
     deadline = monotonic_ns() + int(hold_s * 1e9)
     while not words[layout.ACK] and monotonic_ns() < deadline:
         try:

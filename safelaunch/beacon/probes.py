@@ -53,7 +53,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Names of the sharded parameters and of those that each rank holds unsharded, with their bytes on this rank."""
+    """Names of sharded parameters and of parameters that each rank holds unsharded, and their bytes on this rank."""
 
     sharded: tuple[str, ...]
     whole: tuple[str, ...]

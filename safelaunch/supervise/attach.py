@@ -1,4 +1,4 @@
-"""Diagnoses a job that safelaunch didn't start, once and from outside, and writes its bundle."""
+"""Makes a single diagnosis, from outside, of a job that safelaunch didn't start, and writes its bundle."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _targets(job: RunningJob) -> list[Target]:
 def _look(targets: list[Target], roots: tuple[str, ...]) -> Looks:
     """Looks twice.
 
-    If a rank stands still while others work, looks a third time later, because it might be waiting for a slow rank.
+    Looks a third time, later, if a rank stands still while others work, because it might be waiting for a slow rank.
     """
     looks = look_at(targets, None, collectives=True, deadline_s=ATTACH.look_s)
     time.sleep(ATTACH.between_s)

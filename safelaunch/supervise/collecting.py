@@ -211,7 +211,7 @@ def _deaths_of(rank: RankEvidence, kernel_log: str) -> tuple[str, ...]:
 def with_nccl(collected: DraftBundle, *, spare: str) -> DraftBundle:
     """Adds the report of NCCL's RAS service, if a rank has loaded NCCL.
 
-    Call it last: it takes up to ``nccl_ras.DEADLINE_S``.
+    Call it last, because it takes up to ``nccl_ras.DEADLINE_S``.
     """
     ranks, context = collected.evidence.ranks, collected.context
     libraries = dict.fromkeys(rank.flight_record.library for rank in ranks if rank.flight_record is not None)

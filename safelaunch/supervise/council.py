@@ -225,7 +225,7 @@ class Council:
 
     @property
     def queries_nccl(self) -> bool:
-        """True if this node queries NCCL for the job: it is the leader, or alone."""
+        """True if this node queries NCCL for the whole job, because it is the leader or alone."""
         return self._page is None or self._seen.leads
 
     @property

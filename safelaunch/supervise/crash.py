@@ -89,7 +89,10 @@ class CrashCase:
         return self._failure.due_s if self._failure is not None else 0.0
 
     def holds(self, at_s: float) -> bool:
-        """Returns whether the failure might still end the ranks. Ranks that outlive this time hang."""
+        """Returns whether the failure might still end the ranks.
+
+        Ranks that are alive after that time count as hanging.
+        """
         return at_s < self.due_s
 
     def yield_to_hang(self) -> None:

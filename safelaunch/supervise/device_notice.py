@@ -29,7 +29,7 @@ def wrong_devices(noted: Mapping[int, RankContract], local_ranks: Mapping[int, i
 
 
 class DeviceNotice:
-    """Warns once per attempt, at the first step."""
+    """Warns once in each attempt, at the first step."""
 
     def __init__(self, run: RunPaths, watch: Watch) -> None:
         self._run, self._watch = run, watch

@@ -178,7 +178,7 @@ class EarlyLooks:
 
 
 def without_the_gil(target: Target, look: Look) -> Target:
-    """Drops requests that need the GIL, unless it is free: an unanswered request delays a healthy rank's exit."""
+    """Drops requests that need the GIL, unless the GIL is free: an unanswered request delays a healthy rank's exit."""
     rank = look.ranks.get(target.rank)
     sample = rank.main.stack.value if rank is not None and rank.main is not None else None
     free = sample is not None and not any(thread.owns_gil for thread in sample.threads)

@@ -1,4 +1,4 @@
-"""Jobs that never began, because torchrun gave up waiting for other nodes or failed before its first rank."""
+"""Handles jobs that never began, because torchrun gave up waiting for other nodes or failed before its first rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safelaunch.supervise.publishing import Report, finish
 def write_failed_rendezvous(
     rendezvous: Rendezvous, error: str, nodes: tuple[NodeEvidence, ...], context: JobContext
 ) -> Report:
-    """Writes the bundle of a job with missing nodes."""
+    """Writes the bundle of a job that didn't begin because nodes are missing."""
     collected = take_evidence(RENDEZVOUS, Looks(()), JobSnapshot({}, 0, ()), context)
     rendezvous = context.cleaned(msgspec.structs.replace(rendezvous, error=error))
     return finish(collected.with_facts(nodes=nodes, rendezvous=rendezvous))

@@ -2,7 +2,7 @@
 
 Only the end of the job waits for the command. ``posix_spawn`` unblocks the supervisor's signals in the child without a
 wrapper. The command has its own process group, so that all of it can be killed. But it stays in safelaunch's session,
-which distinguishes it from the job.
+so that it can be distinguished from the job.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Judgement:
 
 
 def work_in(looks: Looks, background: Background) -> tuple[ObservedWork, ...]:
-    """Returns the work between the last two looks, or else before the first look.
+    """Returns the work between the last two looks; if there was none, the work before the first look.
 
     Work of processes that a rank is waiting for counts in full.
     """
@@ -140,7 +140,7 @@ def _waiting_and_awaited_pids(rank: RankLook) -> tuple[set[int], set[int]]:
 def wait_for_each_other(ranks: Sequence[RankLook]) -> bool:
     """Returns whether every main thread is waiting for peers or its device, or sleeps while another one waits.
 
-    If so, other threads and processes can't help.
+    If so, no other thread or process can end the waits.
     """
     from safelaunch.stacks.kernel import kind_of
 

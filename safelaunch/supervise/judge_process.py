@@ -34,7 +34,7 @@ class _JudgeInput(msgspec.Struct, frozen=True):
 
 
 def ask(evidence: Evidence, active: Collection[int] | None, place: Path, *, prove: bool = False) -> FirstWord:
-    """Returns what an early look found, within ``DEADLINE_S``; empty if the child process fails.
+    """Returns, within ``DEADLINE_S``, what an early look found; empty if the child process fails.
 
     Args:
         place: Path of a temporary file.

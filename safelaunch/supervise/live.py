@@ -123,7 +123,7 @@ class ControlServer:
                 say(f"no bundle could be written: {answer.problem}")
 
     def _take_for_another(self, now: float) -> None:
-        """Takes evidence for another node, at the same time as that node, which writes the bundle."""
+        """Takes evidence for another node, which takes its own at the same time and writes the bundle."""
         if self._council.rounds.has_pending_dump:
             self._services.yield_to_dump()
         if self._for_another is not None and not self._for_another.done:
@@ -146,7 +146,7 @@ class ControlServer:
 
     @property
     def writing(self) -> bool:
-        """True while a bundle that doesn't need the ranks is being written."""
+        """True while a bundle is being written that no longer needs the ranks."""
         return any(not dump.needs_ranks for dump in self._dumps)
 
     def finish(self) -> None:

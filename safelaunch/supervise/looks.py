@@ -50,7 +50,7 @@ class Looks:
 
     @property
     def windows(self) -> tuple[tuple[Counters, Counters], ...]:
-        """Returns the counters at the start and end of times without a look: between the last two, before the first."""
+        """Returns the counters at both ends of each period without a look: between the last two, before the first."""
         between = [(before[1], after[0]) for before, after in pairwise(self.counters[-2:])]
         return (*between, *([(self.quiet, self.counters[0][0])] if self.quiet is not None and self.counters else []))
 
@@ -76,7 +76,7 @@ def _run_and_waited_ns() -> tuple[int, int]:
 
 
 class Starvation:
-    """Measures how busy the machine is, by how long this process has to wait for a core."""
+    """Measures how busy the machine is by how long this process has to wait for a core."""
 
     def __init__(self, read: Callable[[], tuple[int, int]] = _run_and_waited_ns) -> None:
         self._read = read
@@ -105,7 +105,7 @@ def look_at(
         looks: Earlier looks; None if this is the first look.
         collectives: Whether to read the newest Flight Recorder entries. False in a crash, when all ranks wait for
             safelaunch.
-        network: Whether to check if messages between ranks arrive.
+        network: Whether to check that messages between ranks arrive.
     """
     if looks is None:  # while the rank lives
         looks = Looks(tuple(targets), quiet=quiet, env=environment_of(targets[0].pid) if targets else None)

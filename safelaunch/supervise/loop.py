@@ -299,7 +299,7 @@ class Supervisor:
         say(f"the job was asked to stop {now - self._stop_s:.0f} s ago, and still runs: safelaunch watches it again")
 
     def _is_restart_overdue(self, now: float) -> bool:
-        """Returns whether torchrun has failed to restart ranks that were ended for a hang. If so, ends the job."""
+        """Returns whether torchrun hasn't restarted, in time, ranks that were ended for a hang. If so, ends the job."""
         patience_s = RESTART_S if self._view.is_whole else RESTART_OF_SEVERAL_S
         if now - self._restarting_s < patience_s or self._ending is not None:
             return False
@@ -481,7 +481,7 @@ class Supervisor:
         return self._job.plan.settings.on_stall == policy
 
     def _may_continue(self, report: Report) -> bool:
-        """Returns whether the job can continue. Ends it if the same failure recurred (--on-stall restart)."""
+        """Returns whether the job continues under --on-stall restart. Ends it if the same failure recurred."""
         steps = tuple(rank.progress.step for rank in report.evidence.ranks if rank.progress and rank.progress.step)
         if report.step is not None:
             steps = (report.step,)
@@ -544,7 +544,7 @@ class Supervisor:
         self._stall.abandon()
 
     def _note_end(self, status: int) -> None:
-        """Records the job's exit code as the rank's if the command itself is the rank (``exec -- python train.py``)."""
+        """If the command is the rank (``exec -- python train.py``), records the job's exit code as the rank's."""
         if not self._job.plan.by_torchrun:
             code = os.waitstatus_to_exitcode(status)
             for rank, progress in self._watch.last_progress.items():

@@ -55,7 +55,7 @@ def _leads(look: ProcessLook | None, roots: tuple[str, ...]) -> int:
 
 
 def movement(looks: Looks) -> tuple[bool, float]:
-    """Returns whether the job moves, and for how many seconds a rank stood still; 0.0 if every rank moved.
+    """Returns whether the job moves, and how many seconds a rank stood still; 0.0 if every rank moved.
 
     A rank stands still if its main thread was at the same place in every look and either got no core or kept one busy
     all the time. Spinning while waiting for peers or the GPU isn't work. Neither is the activity of other threads, if

@@ -86,8 +86,8 @@ _UP_AND_RUNNING = 0x41  # IFF_UP, IFF_RUNNING
 def _has_link(address: str) -> bool:
     """Returns whether an interface of this host has the address, is up and has a carrier.
 
-    Carrier and state are checked because an interface that is down keeps its IPv4 address. Only an interface's first
-    address is found; any other address counts as up.
+    The address alone isn't enough, because an interface that is down keeps its IPv4 address. Only the first address of
+    each interface is found; any other address counts as up.
     """
     flags: int
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:

@@ -38,12 +38,12 @@ class NodeNotices:
 
     @property
     def rendezvous(self) -> Rendezvous | None:
-        """Returns the rendezvous with the most nodes, if it was incomplete."""
+        """Returns the rendezvous at the time with the most nodes; None if it was complete."""
         waiting = self._waiting
         return waiting if waiting is not None and waiting.come < waiting.wanted else None
 
     def note_rendezvous(self, page: LeaderPage | None, now: float) -> None:
-        """Prints which nodes have joined while some are still missing."""
+        """While some nodes are still missing, prints which nodes have joined."""
         self._begin_s = self._begin_s if self._begin_s is not None else now
         nodes = (self._channel.node, *self._channel.view.nodes)
         number = node_count(page)

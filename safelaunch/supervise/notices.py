@@ -1,4 +1,4 @@
-"""One-time notices about how well safelaunch can watch a job."""
+"""Prints one-time notices about how well safelaunch can watch a job."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Notices:
     def _say_without_beacon(self) -> None:
         """Prints which ranks can't be watched, once their processes show the reason.
 
-        A slow start doesn't count as one.
+        A slow start isn't reported.
         """
         reasons = {worker: self._why(worker.pid) for worker in self._watch.without_beacon()}
         silent = {worker.rank: f"{worker.rank} (pid {worker.pid}, {why})" for worker, why in reasons.items() if why}

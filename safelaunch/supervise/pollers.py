@@ -148,8 +148,8 @@ QUIET_AFTER_S, QUIET_TIMES = 3.0, 3.0  # the larger of seconds and usual steps
 class BackgroundPoller(Poller[Counters]):
     """Learns the background work of a job while it is stepping, and reads its counters once it is quiet.
 
-    Windows are as short as the time between two looks, because longer ones would dilute bursts. A window counts once a
-    later step shows that the job was training.
+    Each window is as short as the time between two looks, because longer windows would dilute bursts. A window counts
+    once a later step shows that the job was training.
     """
 
     name, again_s = "work", WINDOW_S

@@ -44,7 +44,7 @@ def without_effect(settings: Settings) -> list[str]:
 def mistakes_of_torchrun(
     command: CommandLine, options: Collection[str], environ: Mapping[str, str], torch: torchrun.TorchInstallation
 ) -> list[str]:
-    """Returns lines about a taken port, and about a script that needs NCCL if this torch lacks it."""
+    """Returns lines about a taken port, and about a script that needs NCCL although this torch lacks it."""
     port = mistakes.port_to_serve(command, options, environ)
     holder = _holder_of(port) if port is not None else ""
     taken = (

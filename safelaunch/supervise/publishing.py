@@ -103,7 +103,7 @@ def verdict_of(evidence: Evidence, context: JobContext, source: Excerpts | None 
     """Returns the verdict, with secrets removed. Never raises.
 
     Args:
-        source: Reader of the user's files, which records the lines it read.
+        source: Reads the user's files, and records which lines it read.
     """
     source = source or Excerpts(evidence, context.redactor)
     return context.cleaned(_verdict(with_earlier_bundles(evidence, context.bundle_dir), source))

@@ -21,7 +21,7 @@ class Reminder:
         self._times = 1
 
     def is_due(self, since_s: float | None, first_s: float, now: float) -> bool:
-        """Returns whether a line is due.
+        """Returns whether a line is due now.
 
         ``since_s`` is the start of the state, or None if the job isn't in that state.
         """

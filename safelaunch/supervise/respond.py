@@ -111,7 +111,7 @@ def look(
     network: bool = False,
     between: Callable[[], object] = lambda: None,
 ) -> Looks:
-    """Looks at all ranks as often as the kind of incident requires, or until it is cancelled.
+    """Looks at all ranks as often as the kind of incident requires, or until the incident is cancelled.
 
     Args:
         quiet: Counters from before the first look.
@@ -144,7 +144,8 @@ def observe(
 ) -> DraftBundle:
     """Takes evidence on a job that isn't suspected.
 
-    Raises Cancelled, unless the kind of incident has a time budget: then uses the samples taken so far.
+    If it is cancelled, raises Cancelled, unless the kind of incident has a time budget: then uses the samples taken so
+    far.
 
     Args:
         stall_s: Time without progress; if None, it is measured.

@@ -150,7 +150,7 @@ class Rounds:
         return Agreement(action="dump", outcome="suspect")
 
     def all_agree(self, incident: int, moves: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until all nodes know the decision. Returns False if it became void.
+        """Waits until all nodes know the decision. Returns False if the decision became void.
 
         No node acts earlier, because one node's action ends ranks on other nodes, and perhaps the store. The decision
         becomes void if torchrun restarts ranks or a rank moves.

@@ -36,7 +36,7 @@ class Services:
         self._for_another: Incident[None] | None = None
 
     def ask(self, request: ControlRequest, client: Client) -> None:
-        """Begins a request, joins an identical one that is in progress, or refuses it."""
+        """Begins a request, joins an identical one that is in progress, or refuses the request."""
         service = addons.service(request.command)
         if service is None:
             client.answer(ServiceAnswer(problem=f"this run has no add-on for {request.command[:40]!r}"))

@@ -176,7 +176,7 @@ class StallCase:
         self._begin(_Suspicion(stall, threshold, timeline, self._watch.policy.confirm_s))
 
     def _look_for_others(self, now: float) -> None:
-        """Joins a look of all nodes; during a rank's timed phase, votes against ending the job instead."""
+        """Joins a look of all nodes. During a rank's timed phase, votes against ending the job instead."""
         stall = self._watch.current_stall(now)
         if stall is None or (stall.phase and stall.stalled_s < stall.threshold_s):
             self._council.join_call()
@@ -198,7 +198,7 @@ class StallCase:
         return threshold.why
 
     def _look_closer(self, suspicion: _Suspicion, closer: Incident[_LookResult]) -> _LookResult:
-        """Looks in a thread. Looks again when all nodes are called, so that they look at the same time."""
+        """Looks in a thread. Looks again when the leader calls all nodes, so that they look at the same time."""
         if suspicion.own and self._council.suspect(suspicion.window_s):
             outcome = self._await_call(suspicion, closer)
             if outcome is not None:
@@ -451,7 +451,7 @@ class StallCase:
         return "no proof of a hang" if self._job.is_whole else "no proof of a hang on this node"
 
     def _limit(self, stall: Stall, judgement: Judgement) -> str:
-        """Names the limit at which the job ends without a proof; empty if only an agreement of the nodes ends it."""
+        """Names the limit at which the job ends without a proof; empty if only an agreement between nodes ends it."""
         policy = self._watch.policy
         if policy.is_given(stall) and judgement.condition == "unknown":
             at_start = stall.before_first_step and not policy.has_one_limit

@@ -1,7 +1,7 @@
 """Finds the rank that arrives last at most collectives.
 
-All ranks of a synchronous job step at the pace of the slowest rank, so step counts don't reveal a straggler. But it is
-often the last to arrive, and its peers wait for it.
+All ranks of a synchronous job step at the pace of the slowest rank, so step counts don't reveal a straggler. But a
+straggler is usually the last to arrive at a collective, while its peers wait.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def read_evidence(submissions: Submissions, host: str) -> PeerEvidence:
 
 
 def read_parts(submissions: Submissions, service: Service[Any, Part]) -> tuple[list[Part], list[str]]:
-    """Returns other nodes' parts of a service, with notes about unreadable parts."""
+    """Returns the other nodes' parts of a service's answer, and notes about unreadable parts."""
     parts: list[Part] = []
     notes: list[str] = []
     for slot, chunks in sorted(submissions.chunks.items()):

@@ -1,1 +1,1 @@
-"""Exchange between the supervisors of one job through the store of torchrun's agents."""
+"""Lets the supervisors of one job communicate, through the store of torchrun's agents."""

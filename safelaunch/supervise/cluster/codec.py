@@ -41,8 +41,8 @@ def parse(data: bytes, kind: type[_Record]) -> _Record:
 class Codec:
     """Encodes, signs and decodes records. Without a key, nothing is signed.
 
-    The signature covers the run, the store key and the body, so a message copied to another key is invalid. Replays
-    under the same key must be detected by the reader, because counts only grow.
+    The signature covers the run, the store key and the body, so a message copied to another key is invalid. The reader
+    must detect a message replayed under the same key: its count doesn't grow.
     """
 
     def __init__(self, run: str, key: bytes = b"") -> None:
@@ -90,7 +90,7 @@ class Codec:
 
 
 def share_of(nodes: int) -> int:
-    """Returns how many bytes of evidence each node can send: the leader and the store hold all nodes' evidence."""
+    """Returns how many bytes of evidence each node can send, given that the leader and the store hold all of it."""
     return max(LEAST_SHARE, min(MOST_OF_NODE, MOST_EVIDENCE // max(nodes, 1)))
 
 

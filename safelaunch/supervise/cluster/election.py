@@ -1,4 +1,4 @@
-"""Decides which node leads: which nodes are alive, and which of them succeeds a dead leader. Has no side effects."""
+"""Decides which nodes are alive, and which of them succeeds a dead leader. Has no side effects."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Encodes a node's redacted evidence for the leader.
 
-Long parts are cut to the newest Flight Recorder entries and the end of the output. The node's own bundle has all of it.
+If the evidence is long, only the newest Flight Recorder entries and the end of the output are sent. The node's own
+bundle has all of it.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def unpack_evidence(chunks: list[bytes], shared: SharedColumns | None = None) ->
     """Returns the evidence and files that ``condense`` packed. Raises BadMessage.
 
     Args:
-        shared: Object that is the same for all nodes; it stores their common parts once.
+        shared: Stores parts that several nodes have in common; pass the same object for all nodes.
     """
     shared, content = shared or SharedColumns(), parse(unpack(chunks), _Travelling)
     try:

@@ -1,4 +1,4 @@
-"""Records between a supervisor and its channel: ``Outbox`` and ``PeerView``."""
+"""Records that a supervisor and its channel exchange: ``Outbox`` and ``PeerView``."""
 
 from __future__ import annotations
 

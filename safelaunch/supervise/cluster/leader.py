@@ -31,7 +31,7 @@ class LeaderInput:
 
 
 class Leader:
-    """A node's term as the leader."""
+    """One node's term as the leader."""
 
     def __init__(self, page: LeaderPage, now: float) -> None:
         self.page = page
@@ -81,7 +81,7 @@ class Leader:
         return self._enter(page, "looking", now)
 
     def _advance(self, page: LeaderPage, inputs: LeaderInput, now: float) -> LeaderPage:
-        """Advances an incident that is in phase looking or collecting.
+        """Advances an incident that is in phase ``looking`` or ``collecting``.
 
         Any sign that the job might move ends the incident.
         """

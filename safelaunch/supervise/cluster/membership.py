@@ -85,7 +85,7 @@ class Membership:
     def resume(self, store: StoreClient) -> bool:
         """Continues over a new connection.
 
-        Returns False if the store or this host has another address, or the slot was changed.
+        Returns False if the address of the store or of this host has changed, or if another node uses the slot.
 
         Late messages of the old connection are recognized, because counts only grow.
         """
@@ -384,7 +384,7 @@ class Membership:
     def _overwrite_page(self, data: bytes, now: float) -> bool:
         """Stores the leader's page, replacing even a foreign one. Returns False if that failed.
 
-        If the stored page is readable, its node took over because this node hadn't responded for long. Then it stays.
+        A readable page isn't replaced, because its node took over when this node didn't respond for a long time.
         """
         for _ in range(OVERWRITES):
             stored = self._replace_page(data)

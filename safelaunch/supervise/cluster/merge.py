@@ -58,7 +58,7 @@ _LEAST_KNOWN: tuple[Answer, ...] = ("alive", "unseen", "unknown", "dead")
 def with_relative_times(evidence: Evidence, now_unix_s: float) -> Evidence:
     """Replaces times of failures with seconds since ``now_unix_s``, because nodes' clocks differ.
 
-    All nodes report within about two seconds of the failure, so the results are comparable.
+    All nodes report within about two seconds of the failure, so the results can be compared.
     """
 
     def one(rank: RankEvidence) -> RankEvidence:

@@ -1,7 +1,7 @@
 """Finds the store that a job's supervisors share, from the command line and the environment. Has no side effects.
 
 torchrun's agents share a store, unless their rendezvous is over etcd or in a file. Under other launchers, the
-supervisor on the host of ``--cluster-store`` starts one.
+supervisor on the host that ``--cluster-store`` names starts one.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class StoreClient:
     def compare_set(self, key: str, expected: bytes, wanted: bytes, *, deadline_s: float) -> bytes:
         """Stores ``wanted`` if the stored value is ``expected`` (empty for none). Returns the value stored after that.
 
-        If there is no stored value although one was expected, the server returns ``expected``.
+        If a value was expected but the key has no value, the server returns ``expected``.
         """
         self._deadline = time.monotonic() + deadline_s
         self._send(bytes([_COMPARE_SET]) + _key(key) + _value(expected) + _value(wanted))
@@ -111,7 +111,7 @@ class StoreClient:
     def get(self, key: str, *, deadline_s: float) -> bytes | None:
         """Returns the stored value, or None if there is none.
 
-        Checks first that the key exists, because the older server closes the connection if it doesn't.
+        Checks first that the key exists, because the older server closes the connection if a key is missing.
         """
         self._deadline = time.monotonic() + deadline_s
         if not self._has([key]):

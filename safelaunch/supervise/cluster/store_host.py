@@ -128,7 +128,10 @@ def is_this_host(host: str) -> bool:
 
 
 def _listen(address: Address) -> socket.socket:
-    """Listens on an address; for a name, listens on all addresses, because other nodes might resolve it differently."""
+    """Listens on an address.
+
+    Given a name, listens on all addresses, because other nodes might resolve the name differently.
+    """
     if _is_name(address.host):
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET

@@ -59,7 +59,7 @@ def roots(environ: Mapping[str, str], uid: int) -> tuple[Path, ...]:
 
 
 def find(places: Sequence[Path]) -> tuple[Run, ...]:
-    """Returns every run directory, even of killed runs, oldest first."""
+    """Returns every run that has a directory, even if it was killed, oldest first."""
     runs = [Run(entry, _owner(entry), alive=is_held(entry)) for place in places for entry in place.glob("r[0-9]*")]
     return tuple(sorted(runs, key=lambda item: (item.supervisor.start_ticks if item.supervisor else 0, item.id)))
 

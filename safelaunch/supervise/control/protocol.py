@@ -122,7 +122,10 @@ class Client:
         return self.until_s is not None and self._answer is None
 
     def read(self) -> ControlRequest | None:
-        """Returns the request once its line is complete, else None. Raises OSError or ValueError if it can't arrive."""
+        """Returns the request once its line is complete, else None.
+
+        Raises OSError or ValueError if that can't happen.
+        """
         try:
             chunk = self._connection.recv(4096)
         except BlockingIOError:
@@ -157,7 +160,7 @@ class Client:
 
 
 class Server:
-    """The supervisor's side. No method blocks. Raises OSError if the socket can't be created.
+    """The supervisor's side of the protocol. No method blocks. Raises OSError if the socket can't be created.
 
     If there are more than ``MOST_CLIENTS`` clients, drops the oldest one that hasn't sent a request.
     """

@@ -234,7 +234,7 @@ class Watch:
 
     @property
     def paused(self) -> dict[int, float]:
-        """Returns the ranks that pause the watch, with the start of each pause."""
+        """Returns the ranks that have paused the watch, with the start of each pause."""
         return {mark.rank: mark.phase_since_s for mark in self._marks if mark.paused and not mark.exited}
 
     @property

@@ -1,4 +1,4 @@
-"""Uses recurring collectives as the progress of a job that marks no steps. Has no side effects."""
+"""Treats recurring collectives as the progress of a job that marks no steps. Has no side effects."""
 
 from __future__ import annotations
 
@@ -75,6 +75,9 @@ class PulseLimits:
 
     @property
     def period_s(self) -> float:
-        """Returns the time between looks. It is long because every rank's worker server writes a dump for each look."""
+        """Returns the time between looks.
+
+        It isn't short, because every rank's worker server writes a dump for each look.
+        """
         least, most = PERIOD_S
         return min(most, max(least, min(self.startup_s, self.least_s) / LOOKS_PER_THRESHOLD))

@@ -1,6 +1,6 @@
 """Decides when a quiet job deserves an early look, long before the threshold. Has no side effects.
 
-A look costs a rank only milliseconds, so it comes as soon as the quiet has lasted a few times as long as the longest
+A look costs a rank only milliseconds, so the first one comes once the job has been quiet for a few times its longest
 recent step. If earlier quiet spells ended by themselves (an evaluation, a checkpoint), this one must outlast them. More
 looks follow at growing intervals. Times are seconds of CLOCK_MONOTONIC.
 """
@@ -57,7 +57,7 @@ class QuietHistory:
 
 
 def follow(quiet: QuietHistory, spell: Spell | None, now: float) -> QuietHistory:
-    """Adds the current spell, which is None if no rank can be judged or if a rank announced the quiet."""
+    """Adds the current quiet spell, which is None if no rank can be judged or if a rank announced it."""
     if spell is None:
         return replace(quiet, begin_s=0.0, looks=(), excused_s=now)
     if spell.stage != quiet.stage:  # a start's length says nothing about training

@@ -1,9 +1,9 @@
 """Learns from a job's steps how long it can go without one. Has no side effects. Times are seconds of CLOCK_MONOTONIC.
 
-The learned quantity is how long the slowest stepping rank's mark stays unchanged, as in the watch. Ordinary steps go
-into a histogram that forgets old ones, because the length of steps changes (a curriculum, a growing batch). Much longer
-pauses form a rhythm if they repeat every N steps or seconds, and are expected only when the next one is due. Other
-pauses count only from the second one on, because a single accident must not blind the watch.
+What is learned is how long the slowest stepping rank's mark stays unchanged; the watch measures the same time. Ordinary
+steps go into a histogram that forgets old ones, because the length of steps changes (a curriculum, a growing batch).
+Much longer pauses form a rhythm if they repeat every N steps or seconds, and are expected only when the next one is
+due. Other pauses count only from the second one on, because a single accident must not blind the watch.
 """
 
 from __future__ import annotations
@@ -98,9 +98,8 @@ def learn(rhythm: StepRhythm, step: int, mark_s: float, now: float, *, excused: 
     """Records that the slowest rank completed ``step`` at ``mark_s``, as seen at ``now``.
 
     Args:
-        excused: Whether to ignore the time since the last mark, because it includes a pause, a timed phase, or a
-            restart
-            of the clock.
+        excused: Whether to ignore the time since the last mark, because it includes a pause, a timed phase, or a clock
+            restart.
     """
     if rhythm.last_step is None or excused or step < rhythm.last_step or mark_s < rhythm.last_s:
         started = rhythm.begun_s or mark_s
@@ -228,7 +227,8 @@ def due_pause(rhythm: StepRhythm, step: int, at_s: float) -> tuple[float, str] |
 def _rhythm_words(first: Pause, second: Pause, step: int, at_s: float, beats: int = 3) -> str:
     """Describes the rhythm of two pauses if the next pause is due, after one or a few periods; else "".
 
-    If the job has had a single pause since its start, the evidence is weak, so only the next beat counts (``beats`` 1).
+    If the job has had a single pause since its start, the evidence is weak, so only the next due time counts (``beats``
+    1).
     """
     period = second.step - first.step
     if period > 1:

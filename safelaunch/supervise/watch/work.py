@@ -1,4 +1,4 @@
-"""Finds a job's work between two readings of its counters, beyond background activity. Pure.
+"""Finds a job's work between two readings of its counters, beyond background activity. Has no side effects.
 
 While the job steps, the highest use of each thread, process and connection is learned. When it doesn't step, any larger
 use is work that a rank might be waiting for. A rank's main thread is background only while it waits for its peers or
