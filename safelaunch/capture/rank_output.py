@@ -29,9 +29,9 @@ class UnfinishedLine:
         self._streams: dict[int, frozenset[int]] = {}  # pid → its streams that share our stderr
 
     def line_feeds(self, since_ns: int) -> int:
-        """Returns how many line feeds are needed; 0 if the last output since then (CLOCK_REALTIME) ends with one.
+        """Returns how many line feeds are needed; 0 if the last output since ``since_ns`` ends with one.
 
-        Raises OSError.
+        ``since_ns`` is CLOCK_REALTIME. Raises OSError.
         """
         newest, last = since_ns, b""
         for path in self._pages.glob(f"*{layout.RING_SUFFIX}"):

@@ -185,7 +185,7 @@ class Place(Record, frozen=True):
 
 
 class FirstWord(Record, frozen=True):
-    """Activity of a quiet job's ranks."""
+    """A description of what a quiet job's ranks are doing."""
 
     words: str = ""  # a clause; empty if there is nothing to report
     cause: str = ""  # as a verdict would name it
