@@ -178,8 +178,8 @@ def _parting(
 def _shifted(facts: CaseFacts, culprits: Collection[int]) -> tuple[str, int] | None:
     """Returns an extra or missing call of the ranks at fault after which the calls agree again."""
     for group in _waited_in(facts):
-        shift = facts.histories.shift_in(group)
-        if shift is not None and shift.agrees_again and set(shift.ranks) & set(culprits):
+        shift = facts.histories.in_group(group).shift
+        if shift is not None and shift.sure and set(shift.ranks) & set(culprits):
             return group, shift.number
     return None
 

@@ -8,7 +8,7 @@ from operator import eq
 
 from safelaunch.model import Collective
 from safelaunch.stacks.frames import Stack
-from safelaunch.verdict.c10d import fits, signature
+from safelaunch.verdict.c10d import Signature, fits, signature
 from safelaunch.verdict.columns import NumberedColumn, Numbering, Window
 
 Identity = tuple[Hashable, ...]
@@ -37,7 +37,13 @@ def signature_of(entry: Collective, stack: Stack) -> Identity:
 class CallHistory:
     """The calls of one rank by number, without a gap."""
 
-    def __init__(self, window: Window, column: NumberedColumn, identities: Numbering, signatures: Numbering) -> None:
+    def __init__(
+        self,
+        window: Window,
+        column: NumberedColumn,
+        identities: Numbering[Identity],
+        signatures: Numbering[Signature],
+    ) -> None:
         self.window = window
         self.column = column
         self._identities = identities
@@ -52,8 +58,8 @@ class CallHistory:
         return self.column.numbers[-1]
 
     def at(self, number: int) -> Identity:
-        identity = self._identities.value(self.column.at(number))
-        return identity if isinstance(identity, tuple) else UNKNOWN
+        value = self.column.at(number)
+        return UNKNOWN if value is None else self._identities.value(value)
 
     def is_over(self, number: int) -> bool:
         entry = self.window.at(number)
@@ -69,11 +75,7 @@ class CallHistory:
         pairs = Counter(
             pair for pair, same in zip(zip(own_signatures, other_signatures, strict=True), places, strict=True) if same
         )
-        return sum(times for pair, times in pairs.items() if not self._may_meet(*pair))
-
-    def _may_meet(self, signature_number: int, other: int) -> bool:
-        a, b = self._signatures.value(signature_number), self._signatures.value(other)
-        return not isinstance(a, tuple) or not isinstance(b, tuple) or fits(a, b)
+        return sum(times for pair, times in pairs.items() if not fits(*map(self._signatures.value, pair)))
 
     def before(self, number: int) -> set[Identity]:
         return self._of(self.column.values[: max(0, number - self.first)])
@@ -85,7 +87,7 @@ class CallHistory:
         return min(self.last - begin, other.last - at) + 1
 
     def _of(self, values: Iterable[int]) -> set[Identity]:
-        return {identity for value in set(values) if isinstance(identity := self._identities.value(value), tuple)}
+        return set(map(self._identities.value, set(values)))
 
 
 def histories_of(windows: Mapping[int, Window]) -> tuple[dict[int, CallHistory], bool]:

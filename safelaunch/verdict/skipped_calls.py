@@ -94,7 +94,7 @@ def skipped_batch(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     )
     if not printed_lines or (not finding.doubts and len(printed_lines) < len(finding.culprits)):
         return
-    shifts = [*facts.histories.shifts_in(facts.alignment.groups())]
+    shifts = facts.histories.shifts(facts.alignment.groups())
     if any(shift.kind == "extra" and printed_lines.keys() & set(shift.ranks) for shift in shifts):
         return
     shown = all(any(rank in shift.ranks for shift in shifts) for rank in printed_lines)
@@ -171,7 +171,7 @@ def _diverged_at(facts: CaseFacts, rank: int, group: str, mismatch: Mismatch | N
 
     Otherwise they might agree with several places.
     """
-    shift = facts.histories.shift_in(group)
+    shift = facts.histories.in_group(group).shift
     if shift is not None and (rank in shift.ranks) == (shift.kind == "missing"):
         return shift.number, True
     if mismatch is not None and mismatch.group == group and rank in mismatch.odd:
