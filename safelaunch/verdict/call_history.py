@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from operator import eq
 
 from safelaunch.model import Collective
@@ -34,20 +35,14 @@ def signature_of(entry: Collective, stack: Stack) -> Identity:
     return UNKNOWN if None in call_signature else call_signature
 
 
+@dataclass(frozen=True, eq=False)
 class CallHistory:
     """The calls of one rank by number, without a gap."""
 
-    def __init__(
-        self,
-        window: Window,
-        column: NumberedColumn,
-        identities: Numbering[Identity],
-        signatures: Numbering[Signature],
-    ) -> None:
-        self.window = window
-        self.column = column
-        self._identities = identities
-        self._signatures = signatures
+    window: Window
+    column: NumberedColumn
+    _identities: Numbering[Identity]
+    _signatures: Numbering[Signature]
 
     @property
     def first(self) -> int:

@@ -32,12 +32,16 @@ _MOST_ENDS = 4
 _HABIT_CALLS = 2  # earlier calls in one group that count as a habit
 
 
+Reference = Literal["peers", "role", "past"]
+Kind = Literal["extra", "missing", "changed", "swapped"]
+
+
 @dataclass(frozen=True)
 class Difference:
     """Calls of ``ranks`` that differ from those of their peers, of their role, or from their own earlier ones."""
 
-    reference: Literal["peers", "role", "past"]
-    kind: Literal["extra", "missing", "changed", "swapped"]
+    reference: Reference
+    kind: Kind
     ranks: tuple[int, ...]
     there: Mapping[int, Collective]  # rank → the first call that differs; also of peers
     expected: Collective  # a peer's call there, or the usual one
@@ -125,21 +129,19 @@ class AlignedHistories:
             if len(ranks) > 1:
                 yield AlignedHistories({rank: self._windows[rank] for rank in ranks})
 
-    def _times(self, rank: int, number: int) -> list[int]:
+    def times_called(self, rank: int, number: int) -> list[int]:
+        """Returns the numbers up to ``number`` at which the rank made the same call as there."""
         history = self.histories.get(rank)
         if history is None or history.at(number) == UNKNOWN:
             return []
         return [at for at in range(history.first, number + 1) if history.column.at(at) == history.column.at(number)]
-
-    def times_called(self, rank: int, number: int) -> int:
-        return len(self._times(rank, number))
 
     def round_before(self, rank: int, number: int) -> Literal["whole", "short", ""]:
         """Compares the number of calls in the round before ``number`` with earlier rounds.
 
         Returns ``""`` if earlier rounds differ or are too few.
         """
-        *rounds, made = [end - begin for begin, end in pairwise(self._times(rank, number))] or [0]
+        *rounds, made = [end - begin for begin, end in pairwise(self.times_called(rank, number))] or [0]
         if not self.by_frames or len(set(rounds)) != 1:
             return ""
         return "whole" if made == rounds[0] else "short" if made < rounds[0] else ""
@@ -199,12 +201,7 @@ class AlignedHistories:
         return min(shared[: len(ranks)], key=lambda shift: shift.matched) if len(shared) == len(shifts) else None
 
     def _difference(
-        self,
-        reference: Literal["peers", "role"],
-        kind: Literal["extra", "missing", "changed"],
-        ranks: tuple[int, ...],
-        at: int,
-        shift: Shift | None = None,
+        self, reference: Reference, kind: Kind, ranks: tuple[int, ...], at: int, shift: Shift | None = None
     ) -> Difference:
         there = {rank: call for rank, history in self.histories.items() if (call := history.window.at(at)) is not None}
         peers = tuple(rank for rank in self.histories if rank not in ranks)
@@ -321,7 +318,7 @@ class Histories:
         if len({made[n] for n in beside}) != 1 or made[beside[0]] == made[anchor + side]:
             return None
         reorders = self._calls.value(made[beside[0]])[-1] == place or (side > 0 and made[at] in made[:at])
-        kind: Literal["swapped", "missing", "changed"] = "swapped" if reorders else "missing" if side < 0 else "changed"
+        kind: Kind = "swapped" if reorders else "missing" if side < 0 else "changed"
         return Difference("past", kind, (rank,), {rank: now}, ring[counted[beside[-1]]], matched=len(beside))
 
     def left_group(self, rank: int, site: Frame) -> Difference | None:

@@ -85,7 +85,7 @@ def _is_habit(facts: CaseFacts, rank: RankEvidence) -> bool:
     wait = facts.ranks[rank.rank].wait
     if wait is None or wait.group is None or wait.seq is None:
         return False
-    before = facts.histories.in_group(wait.group).times_called(rank.rank, wait.seq) > 1
+    before = len(facts.histories.in_group(wait.group).times_called(rank.rank, wait.seq)) > 1
     return before and any(handler_of(frame, facts.read_source) for frame in facts.ranks[rank.rank].user_stack)
 
 

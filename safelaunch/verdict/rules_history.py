@@ -76,11 +76,9 @@ def _ended_and_waiting(case: Case) -> tuple[list[int], list[int]]:
     Both are empty if more wait than ended, or if another rank is held up on its own.
     """
     own = conditions(case)
-    if any(
+    if any(wait.kind != "collective" for wait in case.waiting.values()) or any(
         condition.cause != "uneven-batches" or suggestions.EXIT_CALLED in condition.advice for condition in own.values()
     ):
-        return [], []
-    if any(wait.kind != "collective" for wait in case.waiting.values()):
         return [], []
     groups = {call.group for rank in case.waiting if (call := _pending_or_failed_call(case, rank)) is not None}
     members = frozenset.intersection(case.world, *(case.alignment.members(group)[0] for group in groups))
@@ -136,12 +134,6 @@ def _is_between_groups(case: Case) -> bool:
     return len(case.waits.groups_of_cycle) > 1 or bool(case.waits.transfers_of_cycle)
 
 
-def left_its_role(case: Case) -> Ruling:
-    """A rank in the cycle made a different call from all others in its role, after equal calls until then."""
-    left = case.histories.left_role(case.waits.ranks_in_cycle) if _is_between_groups(case) else None
-    return of_role(case, left) if left is not None else ""
-
-
 def of_role(case: Case, left: Difference) -> Finding:
     """Returns the finding for a rank that left its role, at its own call, or at the one that it skipped."""
     (rank,), missing = left.ranks, left.kind == "missing"
@@ -185,12 +177,8 @@ def shifted(
     ends = (shift.ranks[0], shift.peers[0]) if extra else (shift.peers[0], shift.ranks[0])
     stacks = {r: facts.alignment.stack(r, shift.there[r]).user_frames for r in (*shift.ranks, shift.peers[0])}
     there = stacks[ends[0]]
-    call_words = _calls_words(shift, there, stacks[ends[1]])
-    did = (
-        f"called {call_words}, which {their} peers did not"
-        if extra
-        else f"skipped {call_words}, which {their} peers called"
-    )
+    what = _calls_words(shift, there, stacks[ends[1]])
+    did = f"called {what}, which {their} peers did not" if extra else f"skipped {what}, which {their} peers called"
     group, seq = (shift.call.group, number_of(shift.call)) if extra else _own_number(facts, shift)
     number = f"collective #{seq} of group {group!r}"
     summary = f"{capital(ranks_word(shift.ranks))} {did} ({number}); {'it has' if single else 'they have'}"
@@ -202,11 +190,7 @@ def shifted(
     }
     match = "call matches" if shift.matched == 1 else f"{shift.matched} calls match"
     agree = f"the next {match} {their} peers' again, shifted by {shift.calls}"
-    own = list(conditions(facts).items())[:4]
-    ruled = (
-        f"rank {rank} {condition.reason}, but no rank would be waiting for it without that call"
-        for rank, condition in own
-    )
+    own = (f"rank {rank} {condition.reason}" for rank, condition in list(conditions(facts).items())[:4])
     sites = {rank: next(iter(stacks[rank] if extra or not there else there), None) for rank in shift.ranks}
     return Finding(
         "collective-mismatch",
@@ -219,7 +203,7 @@ def shifted(
             *claims,
             *wait_claims(facts, sorted(words)),
         ),
-        tuple(ruled),
+        tuple(f"{reason}, but no rank would be waiting for it without that call" for reason in own),
         calls=dict.fromkeys(shift.ranks if extra else shift.peers, there),
         advice=_shift_advice(facts, shift),
     )
@@ -237,9 +221,7 @@ def _shift_advice(facts: CaseFacts, shift: Difference) -> frozenset[suggestions.
     purpose = calls.purpose(facts.alignment.stack(shift.caller, shift.call))
     if shift.kind == "extra":
         return frozenset({_MODEL_ADVICE[purpose]} if purpose in _MODEL_ADVICE else ())
-    return frozenset(
-        {suggestions.LEFT_OUT, suggestions.UNUSED_PARAMETERS} if purpose == "gradients" else {suggestions.LEFT_OUT}
-    )
+    return frozenset({suggestions.LEFT_OUT, *([suggestions.UNUSED_PARAMETERS] if purpose == "gradients" else [])})
 
 
 def _calls_words(shift: Difference, stack: Sequence[Frame], other: Sequence[Frame]) -> str:
@@ -259,7 +241,7 @@ def _own_number(facts: CaseFacts, shift: Difference) -> tuple[str, int]:
     If the peer made that call in its own group, the rank's other calls from there show the rank's group.
     """
     rank, call, stack = shift.ranks[0], shift.call, facts.alignment.stack
-    own_entries = [e for e in facts.alignment.ring(rank) if e.is_p2p == call.is_p2p]
+    own_entries = facts.alignment.ring(rank).matching(lambda kind: kind.is_p2p == call.is_p2p)
     place = stack(shift.peers[0], call).user_frames
     group = next((e.group for e in own_entries if stack(rank, e).user_frames == place), call.group)
     if group == call.group and not call.is_p2p:
@@ -284,20 +266,35 @@ def _left_habits(case: Case, side: Literal[-1, 1]) -> dict[int, Difference]:
     return {rank: difference for rank, difference in left.items() if difference is not None}
 
 
-def skipped_between_groups(case: Case) -> Ruling:
-    """A rank in the cycle skipped the very call that the others wait in, which it had always made there.
+def _is_awaited(case: Case, left: Difference) -> bool:
+    """Returns whether others in the cycle wait in the usual call."""
+    waits = (waiters.wait for waiters in case.waits.cycle if left.ranks[0] not in waiters.ranks)
+    return any(left.expected.group == wait.group and same_op(left.expected.op, wait.op) for wait in waits)
 
-    Its own habit shows it (:meth:`.Histories.left_habit`), so two ranks are enough.
+
+def left_usual_calls(case: Case) -> Ruling:
+    """Ranks in the cycle made another call than the others in their role, or than they had always made there.
+
+    A rank that left its role comes first. Otherwise, if the cycle is over several groups, the ranks' own habits show it
+    (:meth:`.Histories.left_habit`), so two ranks are enough. The usual call must be one that the others wait in.
     """
-    left = _left_habits(case, -1)
-    if len(left) != 1:
-        return ""
-    ((rank, broken),) = left.items()
-    usual, now = broken.expected, broken.there[rank]
-    wait_elsewhere = [waiters.wait for waiters in case.waits.cycle if rank not in waiters.ranks]
-    awaited = any(usual.group == wait.group and same_op(usual.op, wait.op) for wait in wait_elsewhere)
-    if broken.kind != "missing" or not broken.sure or not awaited:
-        return ""
+    ranks, groups = case.waits.ranks_in_cycle, case.waits.groups_of_cycle
+    left_role = case.histories.left_role(ranks) if _is_between_groups(case) and not case.unseen else None
+    if left_role is not None or len(groups) < 2:
+        return of_role(case, left_role) if left_role is not None else ""
+    broken = [*_left_habits(case, -1).values()]
+    if len(broken) == 1 and broken[0].kind == "missing" and broken[0].sure and _is_awaited(case, broken[0]):
+        return _skipped_between_groups(case, broken[0])
+    new = {rank: left for rank, left in _left_habits(case, 1).items() if left.sure and left.kind == "changed"}
+    are_alike = any(new.keys() == {*waiters.ranks} for waiters in case.waits.cycle)
+    if are_alike and 2 * len(new) <= len(ranks) and all(_is_awaited(case, left) for left in new.values()):
+        return _new_between_groups(case, new)
+    return ""
+
+
+def _skipped_between_groups(case: Case, left: Difference) -> Finding:
+    (rank,), usual = left.ranks, left.expected
+    now = left.there[rank]
     site, after = (case.alignment.stack(rank, call).user_frame for call in (usual, now))
     number = case.alignment.last(rank, usual.group) + 1
     text = f"skipped {op_name(usual)} at {fr.place(site)} (#{number} of group {usual.group!r}), which it had"
@@ -323,28 +320,20 @@ def skipped(
     return Finding("collective-mismatch", doubts, summary, culprits, claims, advice=frozenset({suggestions.LEFT_OUT}))
 
 
-def new_call_between_groups(case: Case) -> Ruling:
-    """Ranks in the cycle wait in a call that is new to them, instead of the usual one that the others wait in."""
-    new = {rank: left for rank, left in _left_habits(case, 1).items() if left.sure and left.kind == "changed"}
-    own_class = next((waiters for waiters in case.waits.cycle if new.keys() == {*waiters.ranks}), None)
-    peer_waits = [other.wait for other in case.waits.cycle if other is not own_class]
-    usual_calls = [left.expected for left in new.values()]
-    awaited = [any(call.group == w.group and same_op(call.op, w.op) for w in peer_waits) for call in usual_calls]
-    if own_class is None or 2 * len(new) > len(case.waits.ranks_in_cycle) or not all(awaited):
-        return ""
-    rank = own_class.ranks[0]
+def _new_between_groups(case: Case, new: Mapping[int, Difference]) -> Finding:
+    rank, ranks = min(new), sorted(new)
     own, usual = (
         f"{op_name(call)} of group {call.group!r} at {_way(case.alignment.stack(rank, call).user_frames)}"
         for call in (new[rank].there[rank], new[rank].expected)
     )
-    text = f"{ranks_wait(case, own_class.ranks)} in {own} for the first time; until then"
-    text += f" {'it had' if len(own_class.ranks) == 1 else 'they had'} always called {usual} instead"
+    text = f"{ranks_wait(case, ranks)} in {own} for the first time; until then"
+    text += f" {'it had' if len(ranks) == 1 else 'they had'} always called {usual} instead"
     others_in = {r: w for r, w in wait_words(case, case.waits.ranks_in_cycle).items() if r not in new}
     return Finding(
         "collective-mismatch",
         (Doubt.HABIT_ALONE, *doubts_if({Doubt.NO_MAJORITY: 2 * len(new) == len(case.waits.ranks_in_cycle)})),
         f"{capital(text)}; {apart(case, others_in)}.",
-        waiting_culprits(case, own_class.ranks),
+        waiting_culprits(case, ranks),
         wait_claims(case, case.waits.ranks_in_cycle),
     )
 
@@ -384,10 +373,8 @@ def group_order(case: Case) -> Ruling:
         parties = {(w.wait.group, w.wait.kind, w.wait.peer): _parties(case, w) for w in case.waits.cycle}
         ranks = [rank for rank in ranks if sum(rank in each for each in parties.values()) > 1] or ranks
     ranks = fewer or ranks
-    alone, lines = (
-        all(len(waiters.ranks) == 1 for waiters in case.waits.cycle),
-        {waiters.wait.frame for waiters in case.waits.cycle},
-    )
+    alone = all(len(waiters.ranks) == 1 for waiters in case.waits.cycle)
+    lines = {waiters.wait.frame for waiters in case.waits.cycle}
     subject, order = (ranks_word(changed), "another order than before") if changed else ("they", "different orders")
     doubts = {
         Doubt.HABIT_ALONE: bool(changed),

@@ -425,7 +425,7 @@ def _find_left_loop(facts: CaseFacts, meeting: ExpectedMatch) -> LeftLoop | None
             if group and _were_past_it(facts, group, number, (first_ahead, other), loop):
                 return None
             aligned = facts.histories.in_group(group) if group else AlignedHistories({})
-            times = aligned.times_called(other, number)
+            times = len(aligned.times_called(other, number))
             often = times > _CALLS_PER_STEP * max(facts.ranks[other].step or times, 1) and _is_innermost(
                 facts, loop, stack
             )

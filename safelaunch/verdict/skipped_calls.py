@@ -201,13 +201,10 @@ def _matching_exception(facts: CaseFacts, rank: int, mismatch: Mismatch | None) 
 
 
 def _peers_did_too(facts: CaseFacts, rank: int, group: str, number: int, exception: CaughtException) -> bool:
-    exceptions = (
-        (peer, other) for peer, state in facts.ranks.items() if peer != rank for other in state.evidence.caught
+    return any(
+        (other.type, other.raised) == (exception.type, exception.raised)
+        and (_next_call(facts, peer, group, other.time_unix_s) or (None,))[0] == number
+        for peer, state in facts.ranks.items()
+        for other in state.evidence.caught
+        if peer != rank
     )
-    same = (
-        peer_exception
-        for peer_exception in exceptions
-        if (peer_exception[1].type, peer_exception[1].raised) == (exception.type, exception.raised)
-    )
-    calls = (_next_call(facts, peer, group, other.time_unix_s) for peer, other in same)
-    return any(call is not None and call[0] == number for call in calls)
