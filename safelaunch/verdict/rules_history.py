@@ -267,7 +267,6 @@ def _left_habits(case: Case, side: Literal[-1, 1]) -> dict[int, Difference]:
 
 
 def _is_awaited(case: Case, left: Difference) -> bool:
-    """Returns whether others in the cycle wait in the usual call."""
     waits = (waiters.wait for waiters in case.waits.cycle if left.ranks[0] not in waiters.ranks)
     return any(left.expected.group == wait.group and same_op(left.expected.op, wait.op) for wait in waits)
 
