@@ -173,8 +173,8 @@ def _parting(
 def _shifted(facts: CaseFacts, culprits: Collection[int]) -> tuple[str, int] | None:
     # Extra or missing call of ranks at fault, after which calls agree again.
     for group in _waited_in(facts):
-        shift = facts.histories.shift_in(group)
-        if shift is not None and shift.agrees_again and set(shift.ranks) & set(culprits):
+        shift = facts.histories.in_group(group).shift
+        if shift is not None and shift.sure and set(shift.ranks) & set(culprits):
             return group, shift.number
     return None
 

@@ -15,7 +15,7 @@ from safelaunch.model import Collective, FlightRecord, RankEvidence
 from safelaunch.model.entries import Entries, Same
 from safelaunch.stacks.frames import Stack, stack_of
 from safelaunch.verdict.c10d import DEFAULT_GROUPS, number_of
-from safelaunch.verdict.columns import Window, program_of, windows_of
+from safelaunch.verdict.columns import Window, windows_of
 from safelaunch.verdict.comparable import NOT_LAUNCHED, comparable
 
 _NOTHING = Entries.of(())
@@ -80,12 +80,16 @@ class Alignment:
     def stack(self, rank: int, entry: Collective) -> Stack:
         return stack_of(self._ranks[rank], entry.frames)
 
+    def program(self, rank: int, *, counted: bool = True) -> Window:
+        """Returns all calls of one rank, in all groups, by their index or by the record's number."""
+        ring = self.ring(rank)
+        numbers = range(len(ring)) if counted else ring.record_ids
+        return Window(ring, self._ranks[rank].code_roots, numbers, range(len(ring)))
+
     def programs(self) -> dict[int, Window]:
         """Returns all calls of each rank, in all groups."""
         whole = all(map(self.is_whole, self.records))  # merged blocks leave gaps in the numbers
-        return {
-            rank: program_of(ring, self._ranks[rank].code_roots, counted=whole) for rank, ring in self._rings.items()
-        }
+        return {rank: self.program(rank, counted=whole) for rank in self._rings}
 
     @cached_property
     def has_collectives(self) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from operator import eq
 
 from safelaunch.model import Collective
 from safelaunch.stacks.frames import Stack
-from safelaunch.verdict.c10d import fits, signature
+from safelaunch.verdict.c10d import Signature, fits, signature
 from safelaunch.verdict.columns import NumberedColumn, Numbering, Window
 
 Identity = tuple[Hashable, ...]
@@ -34,14 +35,14 @@ def signature_of(entry: Collective, stack: Stack) -> Identity:
     return UNKNOWN if None in call_signature else call_signature
 
 
+@dataclass(frozen=True, eq=False)
 class CallHistory:
     """The calls of one rank by number, without a gap."""
 
-    def __init__(self, window: Window, column: NumberedColumn, identities: Numbering, signatures: Numbering) -> None:
-        self.window = window
-        self.column = column
-        self._identities = identities
-        self._signatures = signatures
+    window: Window
+    column: NumberedColumn
+    _identities: Numbering[Identity]
+    _signatures: Numbering[Signature]
 
     @property
     def first(self) -> int:
@@ -52,8 +53,8 @@ class CallHistory:
         return self.column.numbers[-1]
 
     def at(self, number: int) -> Identity:
-        identity = self._identities.value(self.column.at(number))
-        return identity if isinstance(identity, tuple) else UNKNOWN
+        value = self.column.at(number)
+        return UNKNOWN if value is None else self._identities.value(value)
 
     def is_over(self, number: int) -> bool:
         entry = self.window.at(number)
@@ -69,11 +70,7 @@ class CallHistory:
         pairs = Counter(
             pair for pair, same in zip(zip(own_signatures, other_signatures, strict=True), places, strict=True) if same
         )
-        return sum(times for pair, times in pairs.items() if not self._may_meet(*pair))
-
-    def _may_meet(self, signature_number: int, other: int) -> bool:
-        a, b = self._signatures.value(signature_number), self._signatures.value(other)
-        return not isinstance(a, tuple) or not isinstance(b, tuple) or fits(a, b)
+        return sum(times for pair, times in pairs.items() if not fits(*map(self._signatures.value, pair)))
 
     def before(self, number: int) -> set[Identity]:
         return self._of(self.column.values[: max(0, number - self.first)])
@@ -85,7 +82,7 @@ class CallHistory:
         return min(self.last - begin, other.last - at) + 1
 
     def _of(self, values: Iterable[int]) -> set[Identity]:
-        return {identity for value in set(values) if isinstance(identity := self._identities.value(value), tuple)}
+        return set(map(self._identities.value, set(values)))
 
 
 def histories_of(windows: Mapping[int, Window]) -> tuple[dict[int, CallHistory], bool]:

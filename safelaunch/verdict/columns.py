@@ -6,6 +6,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from safelaunch.model import Collective
 from safelaunch.model.entries import Entries, Kinds, packed
@@ -33,11 +34,13 @@ class Window:
         self.numbers = packed(numbers)
         self.positions = packed(positions)
 
-    def at(self, number: int) -> Collective | None:
+    def position(self, number: int) -> int | None:
         place = bisect_left(self.numbers, number)
-        if place == len(self.numbers) or self.numbers[place] != number:
-            return None
-        return self.entries[self.positions[place]]
+        return self.positions[place] if place < len(self.numbers) and self.numbers[place] == number else None
+
+    def at(self, number: int) -> Collective | None:
+        position = self.position(number)
+        return self.entries[position] if position is not None else None
 
     def stack(self, entry: Collective) -> Stack:
         return Stack(entry.frames, self.code_roots)
@@ -69,12 +72,6 @@ def windows_of(entries: Entries, kinds: Mapping[int, Collective], code_roots: tu
     }
 
 
-def program_of(entries: Entries, code_roots: tuple[str, ...], *, counted: bool) -> Window:
-    """Returns all calls of one rank, in all groups, by their index or by the record's number."""
-    numbers = range(len(entries)) if counted else entries.record_ids
-    return Window(entries, code_roots, numbers, range(len(entries)))
-
-
 @dataclass(frozen=True)
 class NumberedColumn:
     """A value for each of ``numbers``, which ascend."""
@@ -103,16 +100,19 @@ class NumberedColumn:
         return isinstance(self.numbers, range) and bool(self.numbers)
 
 
-class Numbering:
+V = TypeVar("V", bound=Hashable)
+
+
+class Numbering(Generic[V]):
     """Maps what a function returns for entries to numbers, the same ones on all ranks.
 
     ``of(entry, stack)`` is called once per kind of entry, so it must only read what defines the kind.
     """
 
-    def __init__(self, of: Callable[[Collective, Stack], Hashable]) -> None:
+    def __init__(self, of: Callable[[Collective, Stack], V]) -> None:
         self._of = of
-        self._numbers: dict[Hashable, int] = {}
-        self._values: list[Hashable] = []
+        self._numbers: dict[V, int] = {}
+        self._values: list[V] = []
         self._known: dict[tuple[int, tuple[str, ...]], tuple[Kinds, dict[int, int]]] = {}
         self._translated: dict[tuple[int, tuple[str, ...], bytes], array[int]] = {}
 
@@ -130,10 +130,10 @@ class Numbering:
             self._translated[key] = array("I", map(numbers.__getitem__, column))
         return NumberedColumn(window.numbers, self._translated[key])
 
-    def value(self, number: int | None) -> Hashable:
-        return None if number is None else self._values[number]
+    def value(self, number: int) -> V:
+        return self._values[number]
 
-    def number_of(self, value: Hashable) -> int:
+    def number_of(self, value: V) -> int:
         number = self._numbers.setdefault(value, len(self._values))
         if number == len(self._values):
             self._values.append(value)

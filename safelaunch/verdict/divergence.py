@@ -1,11 +1,12 @@
-"""How the ranks' call histories diverge.
+"""How calls differ from what was expected, by call histories.
 
 A backend pairs calls by number. A rank that makes one call more than its peers, or skips one, is from then on a number
 off. If sizes happen to agree, nothing complains until an innocent line much later. The Flight Recorder shows it: after
 some number, one rank makes its peers' calls *shifted*.
 
-:class:`Histories` aligns the members of a group by the numbers of their collectives, and the ranks of one role (which
-repeat the same calls) by the calls' places in the program.
+:class:`Histories` compares the calls of a rank with three references: with those of the other members of a group, by
+the numbers of its collectives; with those of the ranks that have the same role (which repeat the same calls), by the
+calls' places in the program; and with its own earlier calls.
 """
 
 from __future__ import annotations
@@ -18,84 +19,53 @@ from itertools import pairwise
 from typing import Literal
 
 from safelaunch.model import Collective, Frame
+from safelaunch.model.entries import positions
 from safelaunch.verdict.alignment import Alignment
 from safelaunch.verdict.call_history import UNKNOWN, CallHistory, Identity, histories_of, identity_of
-from safelaunch.verdict.columns import Window, first_difference
+from safelaunch.verdict.columns import Numbering, Window, first_difference
 from safelaunch.verdict.majority import sides_of, vote
 from safelaunch.verdict.mismatch import Mismatch, first_mismatch
-from safelaunch.verdict.shifts import (
-    MOST_CALLS,
-    SURE_MATCHES,
-    CallShift,
-    agreeing_calls,
-    common_shift,
-    diverging_frame,
-    reordered,
-    shift_between,
-)
-
-# --- divergences ------------------------------------------------------------------------------------------------------
+from safelaunch.verdict.shifts import MOST_CALLS, SURE_MATCHES, Shift, agreeing_calls, shift_between
 
 _LONG_ALIKE = 2 * SURE_MATCHES
-
-DivergenceKind = Literal["extra", "missing", "reordered", "different"]
-
 _MOST_ENDS = 4
+_HABIT_CALLS = 2  # earlier calls in one group that count as a habit
+
+
+Reference = Literal["peers", "role", "past"]
+Kind = Literal["extra", "missing", "changed", "swapped"]
 
 
 @dataclass(frozen=True)
-class Divergence:
-    """From call ``number`` on, ``ranks`` don't make the calls that ``peers`` make."""
+class Difference:
+    """Calls of ``ranks`` that differ from those of their peers, of their role, or from their own earlier ones."""
 
+    reference: Reference
+    kind: Kind
     ranks: tuple[int, ...]
-    peers: tuple[int, ...]
-    number: int
-    kind: DivergenceKind  # made calls that peers didn't, skipped theirs, made the same in another order, or another one
-    calls: int  # how many, if extra or missing
-    call: Collective  # the first such call: a peer's if it is missing
-    stack: tuple[Frame, ...]  # its user frames, innermost first
-    branch: Frame | None  # the outermost frame of ``stack`` that the other side doesn't have
-    known_to_all: bool  # both sides make such calls elsewhere
-    by_frames: bool  # the lines identify calls, not only operation and size
-    matched: int  # later calls that agree again after the shift; fewer than ``SURE_MATCHES`` prove little
-    visible: bool  # all records hold earlier calls
-    entered: Mapping[int, int]  # rank → the last number it entered
-    calls_at_number: Mapping[int, Collective]  # rank → its call at ``number``
-
-    @property
-    def is_shift(self) -> bool:
-        """Calls are extra or missing, and the histories agree again after them."""
-        return self.kind in ("extra", "missing") and self.visible
-
-    @property
-    def agrees_again(self) -> bool:
-        """Enough later calls agree that it isn't coincidence: two, if the other side never makes the extra call."""
-        return self.matched >= (SURE_MATCHES if self.known_to_all else SURE_MATCHES - 1)
-
-    def explains_lag(self) -> bool:
-        """Returns whether only this divergence makes the ranks lag."""
-        numbers = [number for rank, number in self.entered.items() if rank in self.ranks]
-        peer_numbers = [number for rank, number in self.entered.items() if rank not in self.ranks]
-        if not numbers or not peer_numbers:
-            return False
-        if self.kind == "extra":
-            return max(numbers) - self.calls <= min(peer_numbers)
-        return min(numbers) + self.calls >= max(peer_numbers)
-
-
-@dataclass(frozen=True)
-class Habit:
-    """A rank's earlier calls of one kind always had the same neighbor, and now it made another call there."""
-
-    usual: Collective  # the usual neighbor
-    times: int  # how often it was there
-    one_line: bool  # both calls come from one line
-    new: bool  # the rank never made the other call before
+    there: Mapping[int, Collective]  # rank → the first call that differs; also of peers
+    expected: Collective  # a peer's call there, or the usual one
+    peers: tuple[int, ...] = ()
+    number: int = 0  # place of the call in its group or in the program
+    calls: int = 0  # how many are extra or missing, if others agree again after them
+    matched: int = 0  # later calls that agree again, or earlier ones of the habit; few prove little
+    known: bool = True  # the side that lacks the call makes such calls elsewhere
+    explains_lag: bool = False  # only this makes the ranks lag
 
     @property
     def sure(self) -> bool:
-        """It was so several times, and the calls come from different lines."""
-        return self.times >= SURE_MATCHES and not self.one_line
+        """Enough calls match that it isn't coincidence: two, if the other side never makes the extra call."""
+        return self.matched >= (SURE_MATCHES if self.known else SURE_MATCHES - 1)
+
+    @property
+    def caller(self) -> int:
+        """A rank that made the extra or missing call."""
+        return self.peers[0] if self.kind == "missing" and self.peers else self.ranks[0]
+
+    @property
+    def call(self) -> Collective:
+        """The extra or missing call, or the one made instead of another."""
+        return self.expected if self.kind == "missing" else self.there[self.ranks[0]]
 
 
 class AlignedHistories:
@@ -132,15 +102,26 @@ class AlignedHistories:
         return sides_of({rank: history.at(at) for rank, history in self.histories.items()}) if at is not None else {}
 
     @cached_property
-    def divergence(self) -> Divergence | None:
-        """The first divergence; None if there is none, or if neither side can be blamed."""
-        if self.diverged_at is None:
+    def shift(self) -> Difference | None:
+        """The first calls that some ranks made too many or skipped, if their histories agree again after them.
+
+        None if neither side can be blamed, or if it began before the oldest recorded call.
+        """
+        at = self.diverged_at
+        ranks, majority = vote(self.sides) if at is not None else ((), False)
+        if at is None or at == self._first > 1 or not (majority or len(self.sides) == 2):
             return None
-        ranks, majority = vote(self.sides)
-        if majority:
-            peers = next(side for side in self.sides.values() if side[0] not in ranks)
-            return self._minority_divergence(ranks, peers, self.diverged_at)
-        return self._divergence_of_two(self.diverged_at) if len(self.sides) == 2 else None
+        peers = [rank for rank in self.histories if rank not in ranks]
+        odd, usual = (ranks, peers) if majority else (side[:1] for side in self.sides.values())
+        shift = self._shift_of(odd, usual, at, odd=majority)
+        # By operation and size alone, many calls look the same: then only a call the other side never makes counts.
+        if shift is None or not (majority or self.by_frames or (shift.novel and shift.whole)):
+            return None
+        extra = shift.by > 0
+        if not majority:  # the calls alone decide: a loop that is cut short is likelier
+            first, second = self.sides.values()
+            ranks, extra = tuple(first if shift.novel is extra else second), shift.novel
+        return self._difference("peers", "extra" if extra else "missing", ranks, at, shift)
 
     def split(self) -> Iterator[AlignedHistories]:
         """Splits the sides: ranks that never agree again run different programs."""
@@ -148,21 +129,19 @@ class AlignedHistories:
             if len(ranks) > 1:
                 yield AlignedHistories({rank: self._windows[rank] for rank in ranks})
 
-    def _times(self, rank: int, number: int) -> list[int]:
+    def times_called(self, rank: int, number: int) -> list[int]:
+        """Returns the numbers up to ``number`` at which the rank made the same call as there."""
         history = self.histories.get(rank)
         if history is None or history.at(number) == UNKNOWN:
             return []
         return [at for at in range(history.first, number + 1) if history.column.at(at) == history.column.at(number)]
-
-    def times_called(self, rank: int, number: int) -> int:
-        return len(self._times(rank, number))
 
     def round_before(self, rank: int, number: int) -> Literal["whole", "short", ""]:
         """Compares the number of calls in the round before ``number`` with earlier rounds.
 
         Returns ``""`` if earlier rounds differ or are too few.
         """
-        *rounds, made = [end - begin for begin, end in pairwise(self._times(rank, number))] or [0]
+        *rounds, made = [end - begin for begin, end in pairwise(self.times_called(rank, number))] or [0]
         if not self.by_frames or len(set(rounds)) != 1:
             return ""
         return "whole" if made == rounds[0] else "short" if made < rounds[0] else ""
@@ -187,8 +166,8 @@ class AlignedHistories:
         return False
 
     @property
-    def lone_divergence(self) -> Divergence | None:
-        """The first divergence of a single rank from all others, after some rounds of the same calls.
+    def left_by_one(self) -> Difference | None:
+        """The first call of a single rank that differs from all others', after some rounds of the same calls.
 
         The kind is ``missing`` if the rank continued with one of the peers' next calls. Otherwise it might still make
         the call.
@@ -198,81 +177,50 @@ class AlignedHistories:
         if at is None or not majority or len(odd) != 1 or not self.by_frames or at - self._first < _LONG_ALIKE:
             return None
         history = self.histories[odd[0]]
-        peer = max((rank for rank in self.histories if rank not in odd), key=lambda rank: self.histories[rank].last)
-        usual = self.histories[peer]
+        usual = max((self.histories[rank] for rank in self.histories if rank not in odd), key=lambda peer: peer.last)
         if len(self.sides) > 2 or usual.at(at) not in history.before(at):
             return None
         following = {usual.at(at + number) for number in range(1, SURE_MATCHES + 1)}
-        missing = history.at(at) in following and history.last > at
-        return self._divergence(odd, peer, at, "missing" if missing else "different")
+        skipped = history.at(at) in following and history.last > at
+        return self._difference("role", "missing" if skipped else "changed", odd, at)
 
     @property
     def _first(self) -> int:
         return max(history.first for history in self.histories.values())
 
-    def _minority_divergence(self, ranks: tuple[int, ...], majority_ranks: list[int], diverged_at: int) -> Divergence:
-        peer = max(majority_ranks, key=lambda rank: self.histories[rank].last)  # the longest history shows most
-        reference = self.histories[peer]
-        minority = [self.histories[rank] for rank in ranks]
-        if any(reordered(history, reference, diverged_at) for history in minority):
-            return self._divergence(ranks, peer, diverged_at, "reordered")
-        # A rank that stops at the same call as a peer, after as many calls, isn't ahead of it.
-        level = [self.histories[rank] for rank in majority_ranks if self.histories[rank].last == reference.last]
-        against = list({peer_history.at(reference.last): peer_history for peer_history in level}.values())[:_MOST_ENDS]
-        shifts = [
-            common_shift([shift_between(history, peer_history, diverged_at, odd=True) for history in minority])
-            for peer_history in against
-        ]
-        return self._divergence(ranks, peer, diverged_at, "different", None if None in shifts else shifts[0])
+    def _shift_of(self, ranks: Sequence[int], peers: Sequence[int], at: int, *, odd: bool = False) -> Shift | None:
+        """Returns the shift that all ``ranks`` share, whichever call the longest histories of ``peers`` end with.
 
-    def _divergence_of_two(self, diverged_at: int) -> Divergence | None:
-        """Blames a side by the calls alone, because neither is in the minority."""
-        first, second = self.sides.values()
-        rank, peer = first[0], second[0]
-        if reordered(self.histories[rank], self.histories[peer], diverged_at):
-            return None
-        shift = shift_between(self.histories[rank], self.histories[peer], diverged_at)
-        # By operation and size alone, many calls look the same: then only a call the other side never makes counts.
-        if shift is None or not (self.by_frames or (shift.novel and shift.whole)):
-            return None
-        if not shift.novel and shift.extra:
-            shift = shift.inverted  # a repeated or a skipped call: a loop that is cut short is likelier
-        if not shift.of_first:
-            first, peer = second, rank
-        return self._divergence(tuple(first), peer, diverged_at, "different", shift)
+        A rank that stops at the same call as a peer, after as many calls, isn't ahead of it.
+        """
+        last = max(self.histories[peer].last for peer in peers)
+        ends = {end.at(last): end for peer in peers if (end := self.histories[peer]).last == last}
+        against = [*ends.values()][:_MOST_ENDS]
+        shifts = [shift_between(self.histories[rank], end, at, odd=odd) for end in against for rank in ranks]
+        shared = [shift for shift in shifts if shift is not None and shifts[0] and shift.by == shifts[0].by]
+        return min(shared[: len(ranks)], key=lambda shift: shift.matched) if len(shared) == len(shifts) else None
 
-    def _divergence(
-        self, ranks: tuple[int, ...], peer: int, diverged_at: int, kind: DivergenceKind, shift: CallShift | None = None
-    ) -> Divergence:
-        if shift is not None:
-            kind = "extra" if shift.extra else "missing"
-        caller = peer if kind == "missing" else ranks[0]
-        made = {rank: history.window.at(diverged_at) for rank, history in self.histories.items()}
-        calls_at_number = {rank: call for rank, call in made.items() if call is not None}  # all ranks reached it
-        stack = self.histories[caller].window.stack(calls_at_number[caller]).user_frames
-        other = ranks[0] if kind == "missing" else peer
-        return Divergence(
-            ranks=tuple(sorted(ranks)),
-            peers=tuple(rank for rank in self.histories if rank not in ranks),
-            number=diverged_at,
-            kind=kind,
-            calls=shift.calls if shift is not None else 0,
-            call=calls_at_number[caller],
-            stack=stack,
-            branch=diverging_frame(stack, self.histories[other].at(diverged_at)),
-            known_to_all=shift is not None and self._known_to_all(caller, diverged_at, shift),
-            by_frames=self.by_frames,
-            matched=shift.matched if shift is not None else 0,
-            visible=not diverged_at == self._first > 1,  # otherwise it began before the oldest recorded call
-            entered={rank: history.last for rank, history in self.histories.items()},
-            calls_at_number=calls_at_number,
-        )
-
-    def _known_to_all(self, caller: int, diverged_at: int, shift: CallShift) -> bool:
-        made = {self.histories[caller].at(diverged_at + number) for number in range(shift.calls)}
-        return all(
-            made <= (history.before(diverged_at) if shift.extra else history.all())
-            for history in self.histories.values()
+    def _difference(
+        self, reference: Reference, kind: Kind, ranks: tuple[int, ...], at: int, shift: Shift | None = None
+    ) -> Difference:
+        there = {rank: call for rank, history in self.histories.items() if (call := history.window.at(at)) is not None}
+        peers = tuple(rank for rank in self.histories if rank not in ranks)
+        calls, extra = abs(shift.by) if shift is not None else 0, kind == "extra"
+        caller = max((self.histories[rank] for rank in (ranks[:1] if extra else peers)), key=lambda side: side.last)
+        made = {caller.at(at + number) for number in range(calls)}
+        ends, peer_ends = ([self.histories[rank].last for rank in side] for side in (ranks, peers))
+        return Difference(
+            reference,
+            kind,
+            tuple(sorted(ranks)),
+            there,
+            there[peers[0]],
+            peers,
+            at,
+            calls,
+            shift.matched if shift is not None else 0,
+            all(made <= (side.before(at) if extra else side.all()) for side in self.histories.values()),
+            max(ends) - calls <= min(peer_ends) if extra else min(ends) + calls >= max(peer_ends),
         )
 
 
@@ -280,6 +228,7 @@ class Histories:
     def __init__(self, alignment: Alignment) -> None:
         self._alignment = alignment
         self._groups: dict[str, AlignedHistories] = {}
+        self._calls = Numbering(lambda entry, stack: (entry.group, entry.op, identity_of(entry, stack)))
 
     def in_group(self, group: str) -> AlignedHistories:
         """Aligns the members of ``group`` by the numbers of its collectives.
@@ -294,48 +243,36 @@ class Histories:
             self._groups[group] = AlignedHistories({rank: window for rank, window in windows if window is not None})
         return self._groups[group]
 
-    def shift_in(self, group: str) -> Divergence | None:
-        """Returns the calls that some members of ``group`` made too many or skipped."""
-        divergence = self.in_group(group).divergence
-        return divergence if divergence is not None and divergence.is_shift else None
-
-    def shifts_in(self, groups: Iterable[str]) -> Iterator[Divergence]:
-        return (shift for group in sorted(groups) if (shift := self.shift_in(group)) is not None)
+    def shifts(self, groups: Iterable[str]) -> list[Difference]:
+        """Returns the calls that members of ``groups`` made too many or skipped; the best shown first."""
+        shifts = [shift for group in sorted(groups) if (shift := self.in_group(group).shift) is not None]
+        return sorted(shifts, key=lambda shift: -shift.matched)
 
     @cached_property
     def first_mismatch(self) -> Mismatch | None:
         return first_mismatch(self._alignment)
 
     @cached_property
-    def shift_of_program(self) -> Divergence | None:
+    def shift_of_program(self) -> Difference | None:
         """An extra or missing call over the whole programs of ranks.
 
         It shows a skipped call even if no member of that group has called anything since.
         """
-        shifts = [shift for role in self.roles for shift in _shifts(role)]
         # In a loop, the last few calls agree with some round: fewer matches than the shift can be coincidence.
-        sure = [
-            candidate
-            for candidate in shifts
-            if candidate.matched >= max(2, candidate.calls)
-            and (candidate.known_to_all or self._member_lacks(candidate))
-        ]
-        return max(sure, key=lambda candidate: candidate.matched, default=None)
+        shifts = (shift for role in self.roles for shift in _shifts(role) if shift.matched > 1)
+        shown = (shift for shift in shifts if shift.known or self._member_lacks(shift))
+        return max(shown, key=lambda shift: shift.matched, default=None)
 
-    def _member_lacks(self, shift: Divergence) -> bool:
+    def _member_lacks(self, shift: Difference) -> bool:
         if shift.kind != "extra" or shift.matched < SURE_MATCHES or shift.call.is_p2p:
             return False
         members, are_known = self._alignment.members(shift.call.group)
         return are_known and bool(members & set(shift.peers))
 
-    def lone_divergence(self, ranks: Collection[int]) -> Divergence | None:
+    def left_role(self, ranks: Collection[int]) -> Difference | None:
         """Returns how a single one of ``ranks`` left its role; None if none did or several."""
-        divergences = [
-            divergence
-            for role in self.roles
-            if (divergence := role.lone_divergence) is not None and divergence.ranks[0] in ranks
-        ]
-        return divergences[0] if len(divergences) == 1 else None
+        left = [left for role in self.roles if (left := role.left_by_one) is not None and left.ranks[0] in ranks]
+        return left[0] if len(left) == 1 else None
 
     @cached_property
     def roles(self) -> list[AlignedHistories]:
@@ -354,65 +291,58 @@ class Histories:
             roles.setdefault(role, {})[rank] = programs[rank]
         return [AlignedHistories(windows) for windows in roles.values()]
 
-    def broken_habit(self, rank: int, now: Collective, groups: Collection[str] | None = None) -> Habit | None:
-        """Returns the call that came right before each earlier call like ``now``, if ``rank`` made another this time.
+    def left_habit(
+        self, rank: int, now: Collective, side: Literal[-1, 1], groups: Collection[str] | None = None
+    ) -> Difference | None:
+        """Returns the usual neighbor of calls like ``now``, or like the one before it, if it isn't there this time.
 
         A rank that skips a collective waits in the next one, of another group. Two groups entered in opposite orders
         look the same, but then the call comes from a line new to this group, or both come from one line (``for group in
         order: all_reduce(value, group=group)``), which decides nothing.
 
         Args:
+            side: -1 looks for the call right before each earlier call like ``now``; 1, if ``now`` is the newest call,
+                for the one right after each earlier call like the one before it.
             groups: Only their collectives count; by default, all calls.
         """
-        entries = self._entries(rank, groups)
-        at = next((n for n in reversed(range(len(entries))) if _is_same(entries[n], now)), 0)
-        return self._habit(rank, entries, at, -1, self._call_key(rank, now)[-1])
-
-    def changed_successor(self, rank: int, now: Collective, groups: Collection[str]) -> Habit | None:
-        """Returns the usual call after the last one of ``groups``, if ``now`` is another.
-
-        If ``now`` is new and from another line, the rank has reached a new place; otherwise its order changed.
-        """
-        entries = self._entries(rank, groups)
-        what = self._call_key(rank, now)
-        if len(entries) < 2 or self._call_key(rank, entries[-1]) != what:
+        ring, window = self._alignment.ring(rank), self._alignment.window(rank, now.group)
+        counted = ring.positions_of(lambda kind: groups is None or (kind.group in groups and not kind.is_p2p))
+        values, position = self._calls_of(rank), window.position(now.seq) if window is not None else None
+        made = [values[at] for at in counted]
+        at = counted.index(position) if position is not None and position in counted else 0
+        place = self._calls.value(made[at])[-1] if at else UNKNOWN
+        if place == UNKNOWN or (side > 0 and made[-1] != made[at]):
             return None
-        habit = self._habit(rank, entries, len(entries) - 2, 1, what[-1])
-        return habit if habit is not None and habit.times >= SURE_MATCHES else None
-
-    def _habit(
-        self, rank: int, entries: Sequence[Collective], at: int, side: Literal[-1, 1], place: Identity
-    ) -> Habit | None:
-        """Returns the usual neighbor of earlier calls like number ``at``, if it isn't there now."""
-        made = [self._call_key(rank, entry) for entry in entries]
-        beside = [n + side for n in range(at) if made[n] == made[at] and n + side >= 0]
-        if not place or len({made[n] for n in beside}) != 1 or made[at + side] == made[beside[0]]:
+        anchor = at if side < 0 else at - 1
+        beside = [n + side for n in positions(made, {made[anchor]}) if n + side >= 0 and n < anchor]
+        if len({made[n] for n in beside}) != 1 or made[beside[0]] == made[anchor + side]:
             return None
-        usual = beside[-1]
-        new = made[at + side] not in made[: at + side]
-        return Habit(entries[usual], len(beside), made[usual][-1] == place, new)
+        reorders = self._calls.value(made[beside[0]])[-1] == place or (side > 0 and made[at] in made[:at])
+        kind: Kind = "swapped" if reorders else "missing" if side < 0 else "changed"
+        return Difference("past", kind, (rank,), {rank: now}, ring[counted[beside[-1]]], matched=len(beside))
 
-    def _call_key(self, rank: int, entry: Collective) -> tuple[str, str, Identity]:
-        return entry.group, entry.op, identity_of(entry, self._alignment.stack(rank, entry))
+    def left_group(self, rank: int, site: Frame) -> Difference | None:
+        """Returns the group of all earlier calls like the newest one from ``site``, if that one is in another."""
+        ring, values = self._alignment.ring(rank), self._calls_of(rank)
+        calls = {value: self._calls.value(value) for value in set(values)}
+        line = ((site.file, site.line),)
+        newest = max(positions(values, [value for value, call in calls.items() if call[-1][:1] == line]), default=-1)
+        group, _, place = calls[values[newest]] if newest >= 0 else ("", "", UNKNOWN)
+        same = [value for value, call in calls.items() if call[-1] == place]
+        earlier = [at for at in positions(values, same) if at < newest]
+        usual = {calls[values[at]][0] for at in earlier}
+        if len(earlier) < _HABIT_CALLS or len(usual) != 1 or group in usual:
+            return None
+        return Difference("past", "changed", (rank,), {rank: ring[newest]}, ring[earlier[-1]], matched=len(earlier))
 
-    def _entries(self, rank: int, groups: Collection[str] | None) -> list[Collective]:
-        ring = self._alignment.ring(rank)
-        return [entry for entry in ring if groups is None or (entry.group in groups and not entry.is_p2p)]
+    def _calls_of(self, rank: int) -> Sequence[int]:
+        return self._calls.column(self._alignment.program(rank)).values
 
 
-def _is_same(entry: Collective, other: Collective) -> bool:
-    return (entry.group, entry.is_p2p, entry.seq, entry.p2p_seq) == (
-        other.group,
-        other.is_p2p,
-        other.seq,
-        other.p2p_seq,
-    )
-
-
-def _shifts(aligned: AlignedHistories) -> Iterator[Divergence]:
-    divergence = aligned.divergence
-    if divergence is not None and divergence.is_shift and divergence.matched >= divergence.calls:
-        yield divergence
+def _shifts(aligned: AlignedHistories) -> Iterator[Difference]:
+    shift = aligned.shift
+    if shift is not None and shift.matched >= shift.calls:
+        yield shift
         return
     for side in aligned.split():
         yield from _shifts(side)

@@ -89,7 +89,7 @@ def _is_usual(facts: CaseFacts, rank: int, handled: HandledException) -> bool:
     wait = facts.ranks[rank].wait
     if wait is None or wait.group is None or wait.seq is None:
         return False
-    before = facts.histories.in_group(wait.group).times_called(rank, wait.seq) > 1
+    before = len(facts.histories.in_group(wait.group).times_called(rank, wait.seq)) > 1
     return before and any(context(frame, facts.read_source).handlers for frame in facts.ranks[rank].user_stack)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from safelaunch.model import Claim, Collective, Frame
 from safelaunch.stacks import calls
@@ -16,7 +17,7 @@ from safelaunch.verdict.blame import conditions, wait_claims, waiting_culprit, w
 from safelaunch.verdict.c10d import describe, number_of, op_name, same_op
 from safelaunch.verdict.call_history import UNKNOWN
 from safelaunch.verdict.conditions import record_claim
-from safelaunch.verdict.divergence import Divergence
+from safelaunch.verdict.divergence import Difference
 from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.findings import DOUBTS_OF_VOTE, Finding, Ruling, Vote
 from safelaunch.verdict.own_words import is_outside_normal_flow
@@ -33,9 +34,9 @@ def diverged_earlier(case: Case) -> Ruling:
     """
     waits = (waiters.wait for waiters in case.waits.classes.values())
     groups = {w.group for w in waits if w.kind == "collective" and w.group is not None}
-    shifts = (shift for shift in case.histories.shifts_in(groups) if shift.agrees_again and shift.explains_lag())
+    shifts = (shift for shift in case.histories.shifts(groups) if shift.sure and shift.explains_lag)
     shift = next(shifts, None)
-    return shifted(case, shift, wait_words(case, shift.entered)) if shift is not None else ""
+    return shifted(case, shift, wait_words(case, shift.there)) if shift is not None else ""
 
 
 def called_past_the_end(case: Case) -> Ruling:
@@ -48,10 +49,10 @@ def called_past_the_end(case: Case) -> Ruling:
     if not ended or not waiting:
         return ""
     calls_of_waiters = {rank: call for rank in waiting if (call := _pending_or_failed_call(case, rank)) is not None}
-    shifts = case.histories.shifts_in({call.group for call in calls_of_waiters.values()})
-    shift = next((shift for shift in shifts if shift.agrees_again or shift.explains_lag()), None)
+    shifts = case.histories.shifts({call.group for call in calls_of_waiters.values()})
+    shift = next((shift for shift in shifts if shift.sure or shift.explains_lag), None)
     if shift is not None:
-        return shifted(case, shift, wait_words(case, waiting))
+        return shifted(case, shift)
     words, enders = apart(case, wait_words(case, waiting)), ranks_word(ended)
     if len(calls_of_waiters) == len(waiting) and all(
         _never_made(case, rank, calls_of_waiters[rank], ended) for rank in waiting
@@ -75,9 +76,9 @@ def _ended_and_waiting(case: Case) -> tuple[list[int], list[int]]:
     Both are empty if more wait than ended, or if another rank is held up on its own.
     """
     own = conditions(case)
-    if any(condition.cause != "uneven-batches" or condition.exits_early for condition in own.values()):
-        return [], []
-    if any(wait.kind != "collective" for wait in case.waiting.values()):
+    if any(wait.kind != "collective" for wait in case.waiting.values()) or any(
+        condition.cause != "uneven-batches" or condition.exits_early for condition in own.values()
+    ):
         return [], []
     groups = {call.group for rank in case.waiting if (call := _pending_or_failed_call(case, rank)) is not None}
     members = frozenset.intersection(case.world, *(case.alignment.members(group)[0] for group in groups))
@@ -125,35 +126,23 @@ def out_of_step(case: Case) -> Ruling:
 
     CPUs run ahead of their devices, so all calls might be queued; the programs show their order.
     """
-    groups, shifts = case.waits.groups_of_cycle, list[Divergence]()
-    if case.waits.cycle:
-        if len(groups) < 2 and not case.waits.transfers_of_cycle:
-            return ""
-        shifts = [*case.histories.shifts_in(groups)]
-    elif case.histories.first_mismatch is not None:
+    if not (_is_between_groups(case) if case.waits.cycle else case.histories.first_mismatch is None):
         return ""
-    shift = max(shifts, key=lambda shift: shift.matched, default=None) or case.histories.shift_of_program
-    return shifted(case, shift, wait_words(case, case.ranks)) if shift is not None else ""
+    shift = next(iter(case.histories.shifts(case.waits.groups_of_cycle)), case.histories.shift_of_program)
+    return shifted(case, shift) if shift is not None else ""
 
 
-def left_its_role(case: Case) -> Ruling:
-    """A rank in the cycle made a different call from all others in its role, after equal calls until then."""
-    if len(case.waits.groups_of_cycle) < 2 and not case.waits.transfers_of_cycle:
-        return ""
-    divergence = case.histories.lone_divergence(case.waits.ranks_in_cycle)
-    return of_role(case, divergence) if divergence is not None else ""
+def _is_between_groups(case: Case) -> bool:
+    return len(case.waits.groups_of_cycle) > 1 or bool(case.waits.transfers_of_cycle)
 
 
-def of_role(case: Case, divergence: Divergence) -> Finding:
+def of_role(case: Case, left: Difference) -> Finding:
     """Returns the finding for a rank that left its role, at its own call, or at the one that it skipped."""
-    (rank,), missing = divergence.ranks, divergence.kind == "missing"
-    both = [
-        (rank, divergence.calls_at_number[rank]),
-        (divergence.peers[0], divergence.calls_at_number[divergence.peers[0]]),
-    ]
+    (rank,), missing = left.ranks, left.kind == "missing"
+    both = [(rank, left.there[rank]), (left.peers[0], left.expected)]
     sites = [case.alignment.stack(*rank_and_entry).user_frame for rank_and_entry in both]
     own, usual = (f"{op_name(call)} at {fr.place(site)}" for (_, call), site in zip(both, sites, strict=True))
-    peers = ranks_word(divergence.peers)
+    peers = ranks_word(left.peers)
     text = f"skipped {usual}, which {peers} called" if missing else f"called {own}, while {peers} called {usual}"
     text += "; until then they had all made the same calls"
     claims = [
@@ -175,47 +164,49 @@ def of_role(case: Case, divergence: Divergence) -> Finding:
 # --- calls too many or too few ----------------------------------------------------------------------------------------
 
 
-def shifted(facts: CaseFacts, shift: Divergence, words: Mapping[int, str], claims: tuple[Claim, ...] = ()) -> Finding:
+def shifted(
+    facts: CaseFacts, shift: Difference, words: Mapping[int, str] | None = None, claims: tuple[Claim, ...] = ()
+) -> Finding:
     """Returns the finding for histories that diverged: which rank made an extra call or skipped one, and where.
 
     Args:
-        words: rank → what it waits in now.
+        words: rank → what it waits in now, by default of all ranks.
         claims: Evidence for ``words``.
     """
     single, extra = len(shift.ranks) == 1, shift.kind == "extra"
+    words = wait_words(facts, facts.ranks) if words is None else words
     their = "its" if single else "their"
-    call_words = _calls_words(shift)
-    did = (
-        f"called {call_words}, which {their} peers did not"
-        if extra
-        else f"skipped {call_words}, which {their} peers called"
-    )
+    ends = (shift.ranks[0], shift.peers[0]) if extra else (shift.peers[0], shift.ranks[0])
+    stacks = {r: facts.alignment.stack(r, shift.there[r]).user_frames for r in (*shift.ranks, shift.peers[0])}
+    there = stacks[ends[0]]
+    what = _calls_words(shift, there, stacks[ends[1]])
+    did = f"called {what}, which {their} peers did not" if extra else f"skipped {what}, which {their} peers called"
     group, seq = (shift.call.group, number_of(shift.call)) if extra else _own_number(facts, shift)
     number = f"collective #{seq} of group {group!r}"
     summary = f"{capital(ranks_word(shift.ranks))} {did} ({number}); {'it has' if single else 'they have'}"
     summary += f" been {'ahead of' if extra else 'behind'} {their} peers since"
     summary += f", and now {apart(facts, words)}." if words else "."
-    ends = (shift.ranks[0], shift.peers[0])
-    places = [
-        record_claim(rank, f"rank {rank}: #{shift.number} is {_called(facts, rank, shift)}")
-        for rank in (ends if extra else ends[::-1])
-    ]
+    called = {
+        rank: f"{op_name(shift.there[rank])} at {_way(stacks[rank])}" if stacks[rank] else describe(shift.there[rank])
+        for rank in ends
+    }
     match = "call matches" if shift.matched == 1 else f"{shift.matched} calls match"
     agree = f"the next {match} {their} peers' again, shifted by {shift.calls}"
-    own = list(conditions(facts).items())[:4]
-    ruled = (
-        f"rank {rank} {condition.reason}, but no rank would be waiting for it without that call"
-        for rank, condition in own
-    )
-    sites = {rank: _site_of(facts, rank, shift) for rank in shift.ranks}
+    own = (f"rank {rank} {condition.reason}" for rank, condition in list(conditions(facts).items())[:4])
+    sites = {rank: next(iter(stacks[rank] if extra or not there else there), None) for rank in shift.ranks}
     return Finding(
         "collective-mismatch",
-        doubts_if({Doubt.FEW_AGREE_SINCE: not shift.agrees_again, Doubt.NO_FRAMES: not shift.by_frames}),
+        doubts_if({Doubt.FEW_AGREE_SINCE: not shift.sure, Doubt.NO_FRAMES: not shift.call.frames}),
         summary,
         tuple(waiting_culprit(facts.ranks[r], f"Rank {r} {did} ({number}).", sites[r]) for r in shift.ranks),
-        (*places, record_claim(shift.ranks[0], agree), *claims, *wait_claims(facts, sorted(words))),
-        tuple(ruled),
-        calls=dict.fromkeys(shift.ranks if extra else shift.peers, shift.stack),
+        (
+            *(record_claim(rank, f"rank {rank}: #{shift.number} is {call}") for rank, call in called.items()),
+            record_claim(shift.ranks[0], agree),
+            *claims,
+            *wait_claims(facts, sorted(words)),
+        ),
+        tuple(f"{reason}, but no rank would be waiting for it without that call" for reason in own),
+        calls=dict.fromkeys(shift.ranks if extra else shift.peers, there),
         advice=_shift_advice(facts, shift),
     )
 
@@ -228,85 +219,83 @@ _MODEL_ADVICE: Mapping[calls.Purpose, suggestions.Advice] = {
 }
 
 
-def _shift_advice(facts: CaseFacts, shift: Divergence) -> frozenset[suggestions.Advice]:
-    caller = shift.ranks[0] if shift.kind == "extra" else shift.peers[0]
-    purpose = calls.purpose(facts.alignment.stack(caller, shift.call))
+def _shift_advice(facts: CaseFacts, shift: Difference) -> frozenset[suggestions.Advice]:
+    purpose = calls.purpose(facts.alignment.stack(shift.caller, shift.call))
     if shift.kind == "extra":
         return frozenset({_MODEL_ADVICE[purpose]} if purpose in _MODEL_ADVICE else ())
-    return frozenset(
-        {suggestions.LEFT_OUT, suggestions.UNUSED_PARAMETERS} if purpose == "gradients" else {suggestions.LEFT_OUT}
-    )
+    return frozenset({suggestions.LEFT_OUT, *([suggestions.UNUSED_PARAMETERS] if purpose == "gradients" else [])})
 
 
-def _calls_words(shift: Divergence) -> str:
+def _calls_words(shift: Difference, stack: Sequence[Frame], other: Sequence[Frame]) -> str:
     """``all_reduce at train.py:9, called from train.py:30``, ``3 collectives from train.py:9``."""
-    if not shift.stack:
+    if not stack:
         call_words = describe(shift.call)
         return f"{shift.calls} collectives, the first of them {call_words}" if shift.calls > 1 else call_words
-    inner = shift.stack[0]
-    where = fr.place(inner)
-    if shift.branch is not None and shift.branch != inner:
-        where += f", called from {fr.place(shift.branch)}"
+    both = zip(reversed(stack), reversed(other), strict=False)
+    branch = next((frame for frame, its in both if not fr.same_line(frame, its)), stack[0])
+    where = f"{fr.place(stack[0])}{f', called from {fr.place(branch)}' if branch != stack[0] else ''}"
     return f"{shift.calls} collectives from {where}" if shift.calls > 1 else f"{op_name(shift.call)} at {where}"
 
 
-def _own_number(facts: CaseFacts, shift: Divergence) -> tuple[str, int]:
+def _own_number(facts: CaseFacts, shift: Difference) -> tuple[str, int]:
     """Returns group and number that the skipped call would have had on the rank that skipped it.
 
     If the peer made that call in its own group, the rank's other calls from there show the rank's group.
     """
     rank, call, stack = shift.ranks[0], shift.call, facts.alignment.stack
-    own_entries = [e for e in facts.alignment.ring(rank) if e.is_p2p == call.is_p2p]
+    own_entries = facts.alignment.ring(rank).matching(lambda kind: kind.is_p2p == call.is_p2p)
     place = stack(shift.peers[0], call).user_frames
     group = next((e.group for e in own_entries if stack(rank, e).user_frames == place), call.group)
     if group == call.group and not call.is_p2p:
         return group, call.seq
-    instead = shift.calls_at_number[rank].record_id
+    instead = shift.there[rank].record_id
     after = next((number_of(e) for e in own_entries if e.group == group and e.record_id >= instead), None)
     if after is not None:
         return group, after  # it took the number
     return group, 1 + max((number_of(e) for e in own_entries if e.group == group), default=0)
 
 
-def _called(facts: CaseFacts, rank: int, shift: Divergence) -> str:
-    call = shift.calls_at_number[rank]
-    places = _way(facts.alignment.stack(rank, call).user_frames)
-    return f"{op_name(call)} at {places}" if places else describe(call)
-
-
 def _way(frames: Sequence[Frame]) -> str:
     return " < ".join(map(fr.place, frames[:3]))
-
-
-def _site_of(facts: CaseFacts, rank: int, shift: Divergence) -> Frame | None:
-    if shift.kind == "missing" and shift.stack:
-        return shift.stack[0]
-    return facts.alignment.stack(rank, shift.calls_at_number[rank]).user_frame
 
 
 # --- several groups: a skipped call, or a different order -------------------------------------------------------------
 
 
-def _calls_waited_in(case: Case) -> dict[int, Collective]:
-    return {rank: call for rank in case.waits.ranks_in_cycle if (call := case.call_of(rank)) is not None}
+def _left_habits(case: Case, side: Literal[-1, 1]) -> dict[int, Difference]:
+    calls = {rank: call for rank in case.waits.ranks_in_cycle if (call := case.call_of(rank)) is not None}
+    left = {rank: case.histories.left_habit(rank, c, side, case.waits.groups_of_cycle) for rank, c in calls.items()}
+    return {rank: difference for rank, difference in left.items() if difference is not None}
 
 
-def skipped_between_groups(case: Case) -> Ruling:
-    """A rank in the cycle skipped the very call that the others wait in, which it had always made there.
+def _is_awaited(case: Case, left: Difference) -> bool:
+    waits = (waiters.wait for waiters in case.waits.cycle if left.ranks[0] not in waiters.ranks)
+    return any(left.expected.group == wait.group and same_op(left.expected.op, wait.op) for wait in waits)
 
-    Its own habit shows it (:meth:`.Histories.broken_habit`), so two ranks are enough.
+
+def left_usual_calls(case: Case) -> Ruling:
+    """Ranks in the cycle made another call than the others in their role, or than they had always made there.
+
+    A rank that left its role comes first. Otherwise, if the cycle is over several groups, the ranks' own habits show it
+    (:meth:`.Histories.left_habit`), so two ranks are enough. The usual call must be one that the others wait in.
     """
-    calls, groups = _calls_waited_in(case), case.waits.groups_of_cycle
-    habits = {rank: case.histories.broken_habit(rank, now, groups) for rank, now in calls.items()}
-    broken_habits = [(rank, habit) for rank, habit in habits.items() if habit is not None]
-    if len(broken_habits) != 1:
-        return ""
-    ((rank, broken),) = broken_habits
-    now = calls[rank]
-    usual = broken.usual
-    wait_elsewhere = [waiters.wait for waiters in case.waits.cycle if rank not in waiters.ranks]
-    if not broken.sure or not any(usual.group == wait.group and same_op(usual.op, wait.op) for wait in wait_elsewhere):
-        return ""
+    ranks, groups = case.waits.ranks_in_cycle, case.waits.groups_of_cycle
+    left_role = case.histories.left_role(ranks) if _is_between_groups(case) and not case.unseen else None
+    if left_role is not None or len(groups) < 2:
+        return of_role(case, left_role) if left_role is not None else ""
+    broken = [*_left_habits(case, -1).values()]
+    if len(broken) == 1 and broken[0].kind == "missing" and broken[0].sure and _is_awaited(case, broken[0]):
+        return _skipped_between_groups(case, broken[0])
+    new = {rank: left for rank, left in _left_habits(case, 1).items() if left.sure and left.kind == "changed"}
+    are_alike = any(new.keys() == {*waiters.ranks} for waiters in case.waits.cycle)
+    if are_alike and 2 * len(new) <= len(ranks) and all(_is_awaited(case, left) for left in new.values()):
+        return _new_between_groups(case, new)
+    return ""
+
+
+def _skipped_between_groups(case: Case, left: Difference) -> Finding:
+    (rank,), usual = left.ranks, left.expected
+    now = left.there[rank]
     site, after = (case.alignment.stack(rank, call).user_frame for call in (usual, now))
     number = case.alignment.last(rank, usual.group) + 1
     text = f"skipped {op_name(usual)} at {fr.place(site)} (#{number} of group {usual.group!r}), which it had"
@@ -332,37 +321,21 @@ def skipped(
     return Finding("collective-mismatch", doubts, summary, culprits, claims, advice=advice, of="usual call")
 
 
-def _usual_calls(case: Case, *, new: bool) -> dict[int, Collective]:
-    groups = case.waits.groups_of_cycle
-    habits = {
-        rank: case.histories.changed_successor(rank, call, groups) for rank, call in _calls_waited_in(case).items()
-    }
-    new_calls = {rank: habit for rank, habit in habits.items() if habit is not None}
-    return {rank: habit.usual for rank, habit in new_calls.items() if (habit.new and not habit.one_line) is new}
-
-
-def new_call_between_groups(case: Case) -> Ruling:
-    """Ranks in the cycle wait in a call that is new to them, instead of the usual one that the others wait in."""
-    new = _usual_calls(case, new=True)
-    own_class = next((waiters for waiters in case.waits.cycle if new.keys() == {*waiters.ranks}), None)
-    peer_waits = [other.wait for other in case.waits.cycle if other is not own_class]
-    awaited = [any(call.group == w.group and same_op(call.op, w.op) for w in peer_waits) for call in new.values()]
-    if own_class is None or 2 * len(new) > len(case.waits.ranks_in_cycle) or not all(awaited):
-        return ""
-    rank = own_class.ranks[0]
+def _new_between_groups(case: Case, new: Mapping[int, Difference]) -> Finding:
+    rank, ranks = min(new), sorted(new)
     own, usual = (
         f"{op_name(call)} of group {call.group!r} at {_way(case.alignment.stack(rank, call).user_frames)}"
-        for call in (_calls_waited_in(case)[rank], new[rank])
+        for call in (new[rank].there[rank], new[rank].expected)
     )
-    text = f"{ranks_wait(case, own_class.ranks)} in {own} for the first time; until then"
-    text += f" {'it had' if len(own_class.ranks) == 1 else 'they had'} always called {usual} instead"
+    text = f"{ranks_wait(case, ranks)} in {own} for the first time; until then"
+    text += f" {'it had' if len(ranks) == 1 else 'they had'} always called {usual} instead"
     others_in = {r: w for r, w in wait_words(case, case.waits.ranks_in_cycle).items() if r not in new}
     vote: Vote = "tie" if 2 * len(new) == len(case.waits.ranks_in_cycle) else ""
     return Finding(
         "collective-mismatch",
         (Doubt.HABIT_ALONE, *DOUBTS_OF_VOTE[vote]),
         f"{capital(text)}; {apart(case, others_in)}.",
-        waiting_culprits(case, own_class.ranks),
+        waiting_culprits(case, ranks),
         wait_claims(case, case.waits.ranks_in_cycle),
         of="usual call",
         vote=vote,
@@ -396,7 +369,7 @@ def group_order(case: Case) -> Ruling:
         words.append(f"{ranks_wait(case, waiters.ranks)} in group {waiters.wait.group!r}{of} ({waiters.wait.words})")
     more = f"; and so on in {len(words) - 3} more" if len(words) > 3 else ""
     text = (" while " if len(words) == 2 else "; ").join(words[:3]) + more
-    changed = list(_usual_calls(case, new=False))
+    changed = [rank for rank, left in _left_habits(case, 1).items() if left.sure and left.kind == "swapped"]
     aside = [rank for rank in ranks if is_outside_normal_flow(case, rank)]
     aside = aside if len(aside) < len(ranks) else []
     fewer = changed or aside or (_minority(case) if known_of_all else [])
@@ -404,10 +377,8 @@ def group_order(case: Case) -> Ruling:
         parties = {(w.wait.group, w.wait.kind, w.wait.peer): _parties(case, w) for w in case.waits.cycle}
         ranks = [rank for rank in ranks if sum(rank in each for each in parties.values()) > 1] or ranks
     ranks = fewer or ranks
-    alone, lines = (
-        all(len(waiters.ranks) == 1 for waiters in case.waits.cycle),
-        {waiters.wait.frame for waiters in case.waits.cycle},
-    )
+    alone = all(len(waiters.ranks) == 1 for waiters in case.waits.cycle)
+    lines = {waiters.wait.frame for waiters in case.waits.cycle}
     subject, order = (ranks_word(changed), "another order than before") if changed else ("they", "different orders")
     doubts = {
         Doubt.HABIT_ALONE: bool(changed),

@@ -84,10 +84,10 @@ def compared_by_torch(case: Case) -> Ruling:
     by_call = sides_of(dict(sorted(calls_compared.items())))
     if len(by_call) < 2:
         return ""
-    shifts = case.histories.shifts_in(case.alignment.groups())
-    earlier = next((shift for shift in shifts if shift.agrees_again), None)
+    shifts = case.histories.shifts(case.alignment.groups())
+    earlier = next((shift for shift in shifts if shift.sure), None)
     if earlier is not None:
-        return shifted(case, earlier, wait_words(case, case.ranks))
+        return shifted(case, earlier)
     odd, majority = vote(by_call)
     examined = [rank for rank in calls_compared if rank in case.ranks]
     blamed = [rank for rank in odd if rank in case.ranks] if majority or len(examined) == len(calls_compared) else []
@@ -142,8 +142,8 @@ def mismatch(case: Case) -> Ruling:
         lowest = min(numbered, key=lambda w: w.seq or 0)
         mismatch_found = mismatch_at(case.alignment, str(lowest.group), lowest.seq or 0)
         if mismatch_found is not None:
-            role = None if mismatch_found.majority else case.histories.lone_divergence(mismatch_found.odd)
-            own = role.calls_at_number[role.ranks[0]] if role is not None else None
+            role = None if mismatch_found.majority else case.histories.left_role(mismatch_found.odd)
+            own = role.there[role.ranks[0]] if role is not None else None
             if (
                 role is not None
                 and own is not None
@@ -167,7 +167,7 @@ def _mispaired(case: Case) -> Ruling:
 def of_record(facts: CaseFacts, mismatch: Mismatch) -> Finding:
     """Returns the finding for a recorded mismatch, or for its origin if it began earlier."""
     meeting = _recorded(facts, mismatch)
-    shift = facts.histories.shift_in(mismatch.group)
+    shift = facts.histories.in_group(mismatch.group).shift
     if shift is not None and (shift.number < mismatch.seq or (shift.number == mismatch.seq and not mismatch.majority)):
         return shifted(facts, shift, meeting.words, meeting.claims)
     sides = sides_without_majority(facts, mismatch)
@@ -390,7 +390,7 @@ def _find_left_loop(facts: CaseFacts, meeting: ExpectedMatch) -> LeftLoop | None
             if group and _were_past_it(facts, group, number, (first_ahead, other), loop):
                 return None
             aligned = facts.histories.in_group(group) if group else AlignedHistories({})
-            times = aligned.times_called(other, number)
+            times = len(aligned.times_called(other, number))
             often = times > _CALLS_PER_STEP * max(facts.ranks[other].step or times, 1) and _is_innermost(
                 facts, loop, stack
             )

@@ -241,8 +241,9 @@ def one_sided(case: Case) -> Ruling:
 
 def _left_out(case: Case, rank: int) -> Collective | None:
     now = case.call_of(rank)
-    habit = case.histories.broken_habit(rank, now) if now is not None else None
-    return habit.usual if habit is not None and habit.sure and habit.usual.is_p2p else None
+    left = case.histories.left_habit(rank, now, -1) if now is not None else None
+    is_shown = left is not None and left.kind == "missing" and left.sure
+    return left.expected if left is not None and is_shown and left.expected.is_p2p else None
 
 
 def _names_its_peer(case: Case, waiters: Waiters) -> bool:

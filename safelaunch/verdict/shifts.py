@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from operator import ne
+from typing import NamedTuple
 
-from safelaunch.model import Frame
-from safelaunch.verdict.call_history import CallHistory, Identity
+from safelaunch.verdict.call_history import CallHistory
 
 _TWICE = 2  # a coincidence is a stretch this many times as long as the shift (both sides can repeat one call)
 MOST_CALLS = 64  # calls that a shift can have: an evaluation over a sharded model makes a few dozen
@@ -15,67 +13,49 @@ SURE_MATCHES = 3
 _MOST_REPLACED = 4
 
 
-@dataclass(frozen=True)
-class CallShift:
-    """A number of calls that a history has more (``extra``) or fewer than another one."""
+class Shift(NamedTuple):
+    """A number of calls that a history has more than another one, or fewer."""
 
-    extra: bool
-    calls: int
+    by: int  # negative if fewer
     matched: int  # later calls that agree again
     whole: bool  # all later calls that both have agree
-    novel: bool  # the other side makes these calls nowhere else
-    of_first: bool = True  # it describes the first of the two histories
+    novel: bool  # the side that lacks these calls makes them nowhere else
 
     @property
     def size(self) -> tuple[int, bool]:
         """Sort key: a smaller shift explains more."""
-        return self.calls, not self.whole
-
-    @property
-    def inverted(self) -> CallShift:
-        """The same shift from the other history's point of view."""
-        return replace(self, extra=not self.extra, of_first=not self.of_first)
+        return abs(self.by), not self.whole
 
 
-def shift_between(
-    history: CallHistory, reference: CallHistory, diverged_at: int, *, odd: bool = False
-) -> CallShift | None:
+def shift_between(history: CallHistory, reference: CallHistory, diverged_at: int, *, odd: bool = False) -> Shift | None:
     """Returns the smallest shift after which the histories agree again.
 
-    Returns None if replacing fewer calls explains the rest as well: then neither is ahead.
+    Returns None if replacing fewer calls, or another order of a few, explains the rest as well: then neither is ahead.
     """
     shift = _shift(history, reference, diverged_at, odd=odd)
-    level = _replaced(history, reference, diverged_at)
-    if shift is None or level is None:
-        return shift
-    differ, ends_alike = level
-    differ += history.misfits(diverged_at, reference, diverged_at, history.overlap(diverged_at, reference, diverged_at))
-    longer, shorter = (history, reference) if shift.extra is shift.of_first else (reference, history)
-    odd_ones = shift.calls + longer.misfits(diverged_at + shift.calls, shorter, diverged_at, shift.matched)
-    return None if differ < odd_ones + ends_alike else shift
+    if shift is None or _is_reordered(history, reference, diverged_at):
+        return None
+    replaced = _replaced(history, reference, diverged_at)
+    calls = abs(shift.by)
+    longer, shorter = (history, reference) if shift.by > 0 else (reference, history)
+    odd_ones = calls + longer.misfits(diverged_at + calls, shorter, diverged_at, shift.matched)
+    return None if replaced is not None and replaced < odd_ones else shift
 
 
-def _shift(history: CallHistory, reference: CallHistory, diverged_at: int, *, odd: bool) -> CallShift | None:
+def _shift(history: CallHistory, reference: CallHistory, diverged_at: int, *, odd: bool) -> Shift | None:
     """Returns the shift after which the histories agree again.
 
     In a loop, a shift by nearly a round in the other direction fits as well. Calls that the other side never makes
     decide, or else the smaller shift. If two calls alternate, the shift that agrees to the end wins.
     """
-    more = _smallest(history, reference, diverged_at)
-    fewer = _smallest(reference, history, diverged_at)
-    options = [
-        CallShift(extra, calls, matched, whole, _is_novel(longer, shorter, diverged_at, calls))
-        for extra, option, longer, shorter in ((True, more, history, reference), (False, fewer, reference, history))
-        if option is not None
-        for calls, matched, whole in (option,)
-    ]
+    both = (_smallest(history, reference, diverged_at, 1), _smallest(reference, history, diverged_at, -1))
+    options = sorted((option for option in both if option is not None), key=lambda option: (option.size, option.by))
     novel = [option for option in options if option.novel]
     if len(novel) == 1:
-        return novel[0] if novel[0].extra else novel[0].inverted
-    options.sort(key=lambda option: (option.size, option.extra))
-    if options and _is_by_chance(history, reference, diverged_at, options[0].calls):
+        return novel[0]
+    if not options or _is_by_chance(history, reference, diverged_at, abs(options[0].by)):
         return None
-    return options[0] if options and (odd or len(options) == 1 or options[0].size < options[1].size) else None
+    return options[0] if odd or len(options) == 1 or options[0].size < options[1].size else None
 
 
 def _is_by_chance(history: CallHistory, reference: CallHistory, diverged_at: int, calls: int) -> bool:
@@ -87,14 +67,7 @@ def _is_by_chance(history: CallHistory, reference: CallHistory, diverged_at: int
     )
 
 
-def common_shift(shifts: Sequence[CallShift | None]) -> CallShift | None:
-    """Returns the shift that all ranks of a minority share."""
-    oriented = [shift if shift.of_first else shift.inverted for shift in shifts if shift is not None]
-    alike = len(oriented) == len(shifts) and len({(shift.extra, shift.calls) for shift in oriented}) == 1
-    return min(oriented, key=lambda shift: shift.matched) if alike else None
-
-
-def reordered(history: CallHistory, reference: CallHistory, diverged_at: int) -> bool:
+def _is_reordered(history: CallHistory, reference: CallHistory, diverged_at: int) -> bool:
     """Returns whether the next few calls are the same in another order."""
     for count in range(2, 5):
         calls = [[side.at(diverged_at + number) for number in range(count)] for side in (history, reference)]
@@ -105,16 +78,8 @@ def reordered(history: CallHistory, reference: CallHistory, diverged_at: int) ->
     return False
 
 
-def diverging_frame(stack: Sequence[Frame], other: Identity) -> Frame | None:
-    """Returns the outermost frame of a call (innermost first) that the other side doesn't have."""
-    for frame, place in zip(reversed(stack), reversed(other), strict=False):
-        if (frame.file, frame.line) != place:
-            return frame
-    return stack[0] if stack else None
-
-
-def _replaced(history: CallHistory, reference: CallHistory, diverged_at: int) -> tuple[int, bool] | None:
-    """Returns how many later calls with equal numbers differ, and whether both histories end in the same call.
+def _replaced(history: CallHistory, reference: CallHistory, diverged_at: int) -> int | None:
+    """Returns how many later calls with equal numbers differ or can't match; one less if both end in the same call.
 
     None if too many differ. If few do, neither is ahead: one rank made another call. Equal calls agree under any shift.
     """
@@ -124,23 +89,22 @@ def _replaced(history: CallHistory, reference: CallHistory, diverged_at: int) ->
     differ = [
         *map(ne, history.column.values_of(diverged_at, overlap), reference.column.values_of(diverged_at, overlap))
     ]
-    agree = overlap - sum(differ)
-    few = not differ[-1] and sum(differ) <= _MOST_REPLACED and agree > 0
+    others = differ.count(True)
+    few = not differ[-1] and others <= min(_MOST_REPLACED, overlap - 1)
+    if not few and 2 * others >= overlap:
+        return None
     level = not differ[-1] and history.last == reference.last
-    return (sum(differ), level) if few or agree > sum(differ) else None
+    return others + history.misfits(diverged_at, reference, diverged_at, overlap) - level
 
 
-def _smallest(longer: CallHistory, shorter: CallHistory, diverged_at: int) -> tuple[int, int, bool] | None:
+def _smallest(longer: CallHistory, shorter: CallHistory, diverged_at: int, sign: int) -> Shift | None:
     for calls in range(1, MOST_CALLS + 1):
         matched = _matched(longer, diverged_at + calls, shorter, diverged_at)
         if matched:
-            return calls, matched, matched == longer.overlap(diverged_at + calls, shorter, diverged_at)
+            whole = matched == longer.overlap(diverged_at + calls, shorter, diverged_at)
+            made = {longer.at(diverged_at + number) for number in range(calls)}
+            return Shift(sign * calls, matched, whole, made.isdisjoint(shorter.all()))
     return None
-
-
-def _is_novel(longer: CallHistory, shorter: CallHistory, diverged_at: int, calls: int) -> bool:
-    calls_of_shorter = shorter.all()
-    return all(longer.at(diverged_at + number) not in calls_of_shorter for number in range(calls))
 
 
 def _matched(ahead: CallHistory, begin: int, behind: CallHistory, at: int) -> int:

@@ -87,7 +87,7 @@ def skipped_batch(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     printed_lines = _printed_lines(facts, [culprit.rank for culprit in finding.culprits])
     if not printed_lines or (not finding.doubts and len(printed_lines) < len(finding.culprits)):
         return
-    shifts = [*facts.histories.shifts_in(facts.alignment.groups())]
+    shifts = facts.histories.shifts(facts.alignment.groups())
     if any(shift.kind == "extra" and printed_lines.keys() & set(shift.ranks) for shift in shifts):
         return
     shown = all(any(rank in shift.ranks for shift in shifts) for rank in printed_lines)
@@ -163,7 +163,7 @@ def _diverged_at(facts: CaseFacts, rank: int, group: str, mismatch: Mismatch | N
 
     Otherwise they might agree with several places.
     """
-    shift = facts.histories.shift_in(group)
+    shift = facts.histories.in_group(group).shift
     if shift is not None and (rank in shift.ranks) == (shift.kind == "missing"):
         return shift.number, True
     if mismatch is not None and mismatch.group == group and rank in mismatch.odd:
@@ -193,10 +193,10 @@ def _matching_exception(facts: CaseFacts, rank: int, mismatch: Mismatch | None) 
 
 
 def _peers_did_too(facts: CaseFacts, rank: int, group: str, number: int, exception: CaughtException) -> bool:
-    calls = (
-        _next_call(facts, peer, group, other.time_unix_s)
+    return any(
+        (other.type, other.raised) == (exception.type, exception.raised)
+        and (_next_call(facts, peer, group, other.time_unix_s) or (None,))[0] == number
         for peer, state in facts.ranks.items()
         for other in state.evidence.caught
-        if peer != rank and (other.type, other.raised) == (exception.type, exception.raised)
+        if peer != rank
     )
-    return any(call is not None and call[0] == number for call in calls)

@@ -20,8 +20,6 @@ from safelaunch.verdict.waits import Case, Waiters
 # too. If a group waits for a member that called on a foreign group, that member took the wrong one, and findings about
 # the order of groups follow from it. Without a warning, habit shows it: the newest call from a line is in a new group.
 
-_HABIT_CALLS = 2  # earlier calls that count as a habit
-
 
 def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
     """Blames ranks that called on a foreign group while their own group waits for them."""
@@ -132,16 +130,11 @@ def unusual(facts: CaseFacts, rank: int, site: Frame | None = None) -> str:
     frame = site or (wait.frame if wait is not None else None)
     if wait is None or frame is None:
         return ""
-    calls = [(facts.alignment.stack(rank, entry), entry.group) for entry in facts.alignment.ring(rank)]
-    at = fr.spot(frame)
-    ways = [(stack.user_frames, group) for stack, group in calls]
-    at_line = [(way, group) for way, group in ways if way and fr.spot(way[0]) == at]
-    way, now = at_line[-1] if at_line else ((), "")
-    earlier = [group for frames, group in at_line[:-1] if frames == way]
-    left = len(earlier) >= _HABIT_CALLS and len(set(earlier)) == 1 and now not in earlier
-    if not left or (site is None and wait.group not in (None, now)):
+    left = facts.histories.left_group(rank, frame)
+    now = left.there[rank].group if left is not None else ""
+    if left is None or (site is None and wait.group not in (None, now)):
         return ""
     return (
-        f"Rank {rank} made its {len(earlier)} earlier calls at {fr.place(frame)} in group '{earlier[0]}':"
+        f"Rank {rank} made its {left.matched} earlier calls at {fr.place(frame)} in group '{left.expected.group}':"
         f" with group '{now}' it might have taken the wrong one."
     )
