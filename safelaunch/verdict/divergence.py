@@ -21,8 +21,8 @@ from safelaunch.model import Collective, Frame
 from safelaunch.verdict.alignment import Alignment
 from safelaunch.verdict.call_history import UNKNOWN, CallHistory, Identity, histories_of, identity_of
 from safelaunch.verdict.columns import Window, first_difference
+from safelaunch.verdict.conflict import Conflict, first_conflict
 from safelaunch.verdict.majority import sides_of, vote
-from safelaunch.verdict.mismatch import Mismatch, first_mismatch
 from safelaunch.verdict.shifts import (
     MOST_CALLS,
     SURE_MATCHES,
@@ -303,8 +303,8 @@ class Histories:
         return (shift for group in sorted(groups) if (shift := self.shift_in(group)) is not None)
 
     @cached_property
-    def first_mismatch(self) -> Mismatch | None:
-        return first_mismatch(self._alignment)
+    def first_mismatch(self) -> Conflict | None:
+        return first_conflict(self._alignment)
 
     @cached_property
     def shift_of_program(self) -> Divergence | None:

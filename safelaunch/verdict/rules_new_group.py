@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from safelaunch.model import Claim
-from safelaunch.verdict.blame import wait_claims, waiting_culprit
-from safelaunch.verdict.doubts import Doubt, doubts_if
-from safelaunch.verdict.findings import Finding, Ruling
-from safelaunch.verdict.majority import sides_of, vote
+from safelaunch.verdict.blame import blame_calls
+from safelaunch.verdict.conflict import Call, Conflict, outvoted
+from safelaunch.verdict.findings import Ruling
+from safelaunch.verdict.majority import sides_of
 from safelaunch.verdict.phrases import capital, ranks_do, ranks_wait, waits_words
 from safelaunch.verdict.suggestions import GROUPS_MADE
 from safelaunch.verdict.waits import Case
@@ -31,8 +31,8 @@ def unequal_new_groups(case: Case) -> Ruling:
     counts = sides_of({rank: count for rank, count in made.items() if rank in inside or count >= least})
     if len(counts) < 2:
         return ""
-    odd, majority = vote(counts)
-    odd = odd if majority else tuple(counts[min(counts)])  # ranks that skipped a call which every rank must make
+    odd, tie = outvoted(counts)
+    odd = odd if tie is None else tuple(counts[min(counts)])  # ranks that skipped a call which every rank must make
     parts = [f"{ranks_do(ranks, 'has', 'have')} made {count}" for count, ranks in sorted(counts.items(), reverse=True)]
     waits = [f"{ranks_wait(case, within)} in new_group"] if within else []
     waits += (
@@ -40,32 +40,17 @@ def unequal_new_groups(case: Case) -> Ruling:
     )
     text = f"{capital(' and '.join(waits))}, and not all ranks have made the same groups: "
     text += f"{', '.join(parts)}. Every rank has to call new_group(), also for a group of others."
-    reason = "has made a different number of groups than its peers"
-    return Finding(
-        "collective-mismatch",
-        doubts_if({Doubt.NO_MAJORITY: not majority}),
+    claims = [Claim(f"rank {r} has made {count} process groups", f"ranks/{r}/rank.json") for r, count in made.items()]
+    call = Call(does="has made a different number of groups than its peers")
+    return blame_calls(
+        case,
+        Conflict(dict.fromkeys(made, call), odd, tie, claims=tuple(claims[:8]), advice=frozenset({GROUPS_MADE})),
         text,
-        tuple(waiting_culprit(case.ranks[rank], f"Rank {rank} {reason}.") for rank in odd),
-        tuple(Claim(f"rank {rank} has made {made[rank]} process groups", f"ranks/{rank}/rank.json") for rank in made)[
-            :8
-        ]
-        + wait_claims(case, case.waiting),
-        advice=frozenset({GROUPS_MADE}),
     )
 
 
 def _in_another_group(case: Case) -> list[int]:
     """Returns ranks that wait in a group which a peer lists by the same name without them."""
+    lists = {each for rank in case.ranks for each in case.alignment.groups_of(rank).items() if each[1]}
     waiting = {rank: wait.group for rank, wait in case.waiting.items() if wait.group and wait.kind == "collective"}
-    lists: dict[str, set[tuple[int, ...]]] = {group: set() for group in waiting.values()}
-    for rank in case.ranks:
-        listed = case.alignment.groups_of(rank)
-        for group in lists.keys() & listed.keys():
-            lists[group].add(listed[group])
-    return [
-        rank
-        for rank, group in waiting.items()
-        if any(
-            members and rank not in members for members in lists[group] - {case.alignment.groups_of(rank).get(group)}
-        )
-    ]
+    return [rank for rank, name in waiting.items() if any(name == group and rank not in m for group, m in lists)]

@@ -1,76 +1,110 @@
-"""Ranks that meet with calls that don't fit: a send and its receive, two roots, the sums of an all_to_all."""
+"""Calls that meet and pass different things (a root, sizes), and transfers that name each other differently."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
-from safelaunch.verdict.asymmetric import roots, unequal_exchange
-from safelaunch.verdict.blame import wait_claims, waiting_culprit
-from safelaunch.verdict.c10d import number_of, op_name
+from safelaunch.verdict.blame import blame_calls, blame_either_end
+from safelaunch.verdict.c10d import elements, is_root, number_of, op_name
 from safelaunch.verdict.conditions import record_claim
+from safelaunch.verdict.conflict import Call, Conflict, outvoted
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Finding, Ruling
-from safelaunch.verdict.majority import sides_of, vote
+from safelaunch.verdict.majority import sides_of
 from safelaunch.verdict.peers import PeerWait
-from safelaunch.verdict.phrases import capital, ranks_wait, ranks_word
+from safelaunch.verdict.phrases import apart, capital, ranks_wait, ranks_word, wait_words
 from safelaunch.verdict.rank_state import CaseFacts, RankFacts
-from safelaunch.verdict.suggestions import ROOTS_DIFFER
-from safelaunch.verdict.transfers import RecordedTransfer
-from safelaunch.verdict.waits import Case
+from safelaunch.verdict.suggestions import PEERS_DIFFER, ROOTS_DIFFER, TAGS_DIFFER
+from safelaunch.verdict.waits import Case, Waiters, ranks_in
 
 
-def unequal_transfers(case: Case) -> Ruling:
-    """All ranks have arrived, but what one rank sends is not what another expects: size, type or root differ.
+def unmatched_transfers(case: Case) -> Ruling:
+    """A send and a receive never meet: their tags differ, or, as every batch is known, one rank names a wrong peer.
+
+    That rank alone explains it: it sends to a rank that doesn't expect a message, while another rank waits for one; or
+    the reverse.
+    """
+    named = {rank: case.waiting[rank] for rank in ranks_in(case.waits.transfers_of_cycle)}
+    for rank, wait in named.items():
+        other = named.get(wait.peer) if wait.peer is not None else None
+        if wait.target is None or other is None or other.source != rank or None in (wait.tag, other.tag):
+            continue
+        if wait.tag != other.tag:
+            words = capital(apart(case, wait_words(case, (rank, wait.target))))
+            text = f"{words}: the tags differ, {wait.tag} and {other.tag}."
+            return blame_either_end(case, (rank, wait.target), text, TAGS_DIFFER)
+    return _wrong_peer(case) if not case.unseen else ""
+
+
+def _wrong_peer(case: Case) -> Ruling:
+    transfers = (rank for rank, wait in case.waiting.items() if wait.kind == "p2p")
+    batches = {rank: case.ranks[rank].evidence.gil.posted for rank in transfers}
+    if not all(batches.values()):
+        return ""
+    ends = {(transfer.sends, rank, transfer.peer) for rank, batch in batches.items() for transfer in batch}
+    unmet = [(sends, rank, peer) for sends, rank, peer in ends if (not sends, peer, rank) not in ends]
+    wrong_peers = [
+        (sends, rank, peer, other)
+        for sends, rank, peer in unmet
+        for transfer, other, named in unmet
+        if transfer is not sends and named == rank and other != peer and peer in batches
+    ]
+    if len({rank for _, rank, _, _ in wrong_peers}) != 1:
+        return ""
+    sends, rank, peer, other = min(wrong_peers)
+    does, wants = ("sends to", "receive from") if sends else ("receives from", "send to")
+    text = f"{does} rank {peer}, which does not expect that, while rank {other} waits to {wants} rank {rank}"
+    pairs = {end: Call(does=text) for end in (rank, peer, other)}
+    conflict = Conflict(pairs, (rank,), Doubt.EITHER_SIDE, advice=frozenset({PEERS_DIFFER}))
+    return blame_calls(case, conflict, f"Rank {rank} {text}.")
+
+
+def unequal_calls(case: Case) -> Finding | None:
+    """Returns the finding for a call that all ranks have reached, if size, type or root differ.
 
     Both ends of a send and its receive are named, as either might be wrong. For an all_to_all, only the sums are known.
     """
     for waiters in sorted(case.waits.classes.values(), key=lambda waiters: waiters.ranks):
-        wait, members = waiters.wait, waiters.ranks
+        wait = waiters.wait
         numbered = wait.group is not None and wait.seq is not None
         if numbered and case.waits.cycle:
             continue
-        sources = _roots(case, wait) if wait.kind == "collective" else {}
-        if len({*sources.values()}) > 1:
-            return _different_roots(case, wait, sources)
-        if wait.group is None or wait.seq is None:
-            continue
-        if wait.kind == "p2p":
-            pair = case.transfers.unequal(members[0], wait.group)
-            if pair is not None:
-                return _unequal_pair(case, pair)
-        elif wait.kind == "collective":
-            sums = unequal_exchange(case.alignment, wait.group, wait.seq)
-            if sums is not None:
-                return _unequal_sums(case, wait, members, sums)
-    return ""
+        finding = _different_roots(case, wait) if wait.kind == "collective" else None
+        if finding is None and wait.group is not None and wait.seq is not None:
+            finding = _unequal_pair(case, waiters) if wait.kind == "p2p" else _unequal_sums(case, waiters)
+        if finding is not None:
+            return finding
+    return None
 
 
-def _unequal_pair(facts: CaseFacts, pair: tuple[RecordedTransfer, RecordedTransfer]) -> Finding:
+def _unequal_pair(facts: CaseFacts, waiters: Waiters) -> Finding | None:
+    pair = facts.transfers.unequal(waiters.ranks[0], str(waiters.wait.group))
+    if pair is None:
+        return None
     sites = {side.rank: facts.alignment.stack(side.rank, side.entry).user_frame for side in pair}
-    says = {side.rank: side.words() + fr.at(sites[side.rank]) for side in pair}
-    text = " while rank ".join(f"{rank} {words}" for rank, words in says.items())
-    return Finding(
-        "collective-mismatch",
-        (Doubt.EITHER_SIDE,),
-        f"Rank {text}: they do not match.",
-        tuple(waiting_culprit(facts.ranks[rank], f"Rank {rank} {says[rank]}.", sites[rank]) for rank in says),
-        tuple(
-            record_claim(
-                side.rank,
-                f"rank {side.rank} {side.words()}: {op_name(side.entry)} #{number_of(side.entry)} of group "
-                f"{side.entry.group!r}",
-            )
-            for side in pair
-        ),
+    ends = {side.rank: Call(does=side.words() + fr.at(sites[side.rank]), site=sites[side.rank]) for side in pair}
+    claims = (
+        record_claim(
+            side.rank,
+            f"rank {side.rank} {side.words()}: {op_name(side.entry)} #{number_of(side.entry)} of group "
+            f"{side.entry.group!r}",
+        )
+        for side in pair
     )
+    text = " while ".join(f"rank {rank} {call.does}" for rank, call in ends.items())
+    conflict = Conflict(ends, (*ends,), Doubt.EITHER_SIDE)
+    return replace(blame_calls(facts, conflict, f"{capital(text)}: they do not match."), claims=tuple(claims))
 
 
 def _roots(facts: CaseFacts, wait: PeerWait) -> dict[int, int]:
+    """Returns the root that each rank names or, for a recorded gather or scatter, is; others record no root."""
     same_call = {rank: state for rank in facts.waiting if _waits_in(state := facts.ranks[rank], wait)}
     named = {rank: root for rank, state in same_call.items() if (root := _root_of(state)) is not None}
-    return named or {rank: rank for rank in roots(facts.alignment, wait.group or "", wait.seq or 0)}
+    group, members = wait.group or "", sorted(facts.alignment.members(wait.group or "")[0])
+    recorded = ((rank, facts.alignment.entry(rank, group, wait.seq or 0)) for rank in members)
+    return named or {rank: rank for rank, entry in recorded if entry is not None and is_root(entry)}
 
 
 def _waits_in(facts: RankFacts, wait: PeerWait) -> bool:
@@ -78,12 +112,8 @@ def _waits_in(facts: RankFacts, wait: PeerWait) -> bool:
     own_wait = facts.wait
     if own_wait is None or own_wait.key == wait.key:
         return own_wait is not None and (wait.seq is not None or own_wait.frame == wait.frame)
-    same = (own_wait.group, own_wait.seq, own_wait.op, own_wait.frame) == (
-        wait.group,
-        (wait.seq or 0) + 1,
-        wait.op,
-        wait.frame,
-    )
+    place = (own_wait.group, own_wait.seq, own_wait.op, own_wait.frame)
+    same = place == (wait.group, (wait.seq or 0) + 1, wait.op, wait.frame)
     return same and facts.view is not None and calls.passes_objects(facts.view.stack)
 
 
@@ -95,36 +125,42 @@ def _root_of(facts: RankFacts) -> int | None:
     return (call.group_src if call.group_src is not None else call.group_dst) if call is not None else None
 
 
-def _different_roots(facts: CaseFacts, wait: PeerWait, sources: Mapping[int, int]) -> Finding:
-    by_root = sides_of(sources)
-    odd, majority = vote(by_root)
-    numbered = wait.seq is not None
+def _different_roots(facts: CaseFacts, wait: PeerWait) -> Finding | None:
+    sources = _roots(facts, wait)
+    by_root, numbered = sides_of(sources), wait.seq is not None
+    if len(by_root) < 2:
+        return None
+    odd, tie = outvoted(by_root)
     silent = len(facts.alignment.members(str(wait.group))[0]) - len(sources) if numbered else 0
-    surely = majority and 2 * (len(sources) - len(odd)) > len(sources) + silent
+    if 2 * (len(sources) - len(odd)) <= len(sources) + silent:
+        tie = Doubt.NO_MAJORITY
     whose = "rank" if numbered else "group rank"
     parts = [f"{whose} {root} on {ranks_word(ranks)}" for root, ranks in by_root.items()]
     number = f", #{wait.seq} of group {wait.group!r}," if numbered else ""
-    text = f"The root of {wait.words}{number} is {' and '.join(parts)}."
-    return Finding(
-        "collective-mismatch",
-        (*(() if surely else (Doubt.NO_MAJORITY,)), *(() if numbered else (Doubt.LINES_ALONE,))),
-        text,
-        tuple(waiting_culprit(facts.ranks[r], f"Rank {r} names {whose} {sources[r]} as the root.") for r in odd),
-        tuple(facts.ranks[r].line_claim(f"rank {r} names {whose} {root} as the root") for r, root in sources.items())[
-            :8
-        ]
-        + wait_claims(facts, sorted(sources)),
-        advice=frozenset({ROOTS_DIFFER}),
-    )
+    names = {rank: Call(does=f"names {whose} {root} as the root") for rank, root in sources.items()}
+    claims = [facts.ranks[rank].line_claim(f"rank {rank} {call.does}") for rank, call in names.items()]
+    doubts = () if numbered else (Doubt.LINES_ALONE,)
+    conflict = Conflict(names, odd, tie, doubts, tuple(claims[:8]), advice=frozenset({ROOTS_DIFFER}))
+    return blame_calls(facts, conflict, f"The root of {wait.words}{number} is {' and '.join(parts)}.")
 
 
-def _unequal_sums(facts: CaseFacts, wait: PeerWait, members: tuple[int, ...], sums: tuple[int, int]) -> Finding:
+def _unequal_sums(facts: CaseFacts, waiters: Waiters) -> Finding | None:
+    """Returns the finding for an all_to_all of all members in which they don't send as many elements as they expect.
+
+    Sizes differ between ranks by design, and the record doesn't show what goes where, so no rank can be blamed.
+    """
+    wait, ranks = waiters.wait, waiters.ranks
+    members, are_known = facts.alignment.members(str(wait.group))
+    entries = [facts.alignment.entry(rank, str(wait.group), wait.seq or 0) for rank in members]
+    exchanges = [entry for entry in entries if entry is not None and op_name(entry).startswith("all_to_all")]
+    if not are_known or len(exchanges) < len(entries) or not all(e.input_sizes and e.output_sizes for e in exchanges):
+        return None
+    sent = elements(tuple(size for entry in exchanges for size in entry.input_sizes))
+    expected = elements(tuple(size for entry in exchanges for size in entry.output_sizes))
+    if sent is None or expected is None or sent == expected:
+        return None
     where = f"#{wait.seq} of group {wait.group!r}"
-    text = f"together the ranks send {sums[0]} elements and expect {sums[1]}"
-    claim = record_claim(members[0], f"{where}: {text}")
-    return Finding(
-        "collective-mismatch",
-        (Doubt.SUMS_ALONE,),
-        f"{capital(ranks_wait(facts, members))} in {wait.words}, {where}: {text}.",
-        claims=(claim, *wait_claims(facts, members)),
-    )
+    text = f"together the ranks send {sent} elements and expect {expected}"
+    claims = (record_claim(ranks[0], f"{where}: {text}"),)
+    conflict = Conflict(dict.fromkeys(ranks, Call()), (), doubts=(Doubt.SUMS_ALONE,), claims=claims)
+    return blame_calls(facts, conflict, f"{capital(ranks_wait(facts, ranks))} in {wait.words}, {where}: {text}.")
