@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import structs
 
 from safelaunch.model import Claim, Culprit, Frame
-from safelaunch.stacks import frames as fr
 from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.conflict import Call, Conflict
 from safelaunch.verdict.doubts import Doubt, levels_of
@@ -108,7 +107,6 @@ def blame_calls(facts: CaseFacts, conflict: Conflict, summary: str = "") -> Find
     in_order = (*conflict.odd, *sorted(calls.keys() - {*conflict.odd}))
     note = f"; {conflict.note}" if conflict.note else ""
     tail = " With no majority, either side might be at fault." if conflict.tie is Doubt.NO_MAJORITY else ""
-    stacks = {rank: fr.stack_of(facts.ranks[rank].evidence, calls[rank].stack).user_frames for rank in in_order}
     alone = [r for r in conflict.odd if r in facts.waiting and facts.waiting[r].kind == "p2p" and not conflict.tie]
     return Finding(
         conflict.cause,
@@ -117,7 +115,7 @@ def blame_calls(facts: CaseFacts, conflict: Conflict, summary: str = "") -> Find
         tuple(_odd_culprit(facts, rank, calls[rank]) for rank in conflict.odd),
         conflict.claims + wait_claims(facts, calls),
         (f"a peer that skipped the other end of what {ranks_wait(facts, alone)} in: runner-up",) if alone else (),
-        calls=stacks if any(stacks.values()) else {},
+        calls=conflict.user_stacks if any(call.stack.frames for call in calls.values()) else {},
         advice=conflict.advice,
     )
 

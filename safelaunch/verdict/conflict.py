@@ -9,12 +9,15 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from safelaunch.model import Claim, Collective, Frame
+from safelaunch.stacks.frames import Stack
 from safelaunch.verdict.alignment import Alignment
 from safelaunch.verdict.c10d import Signature, fits, op_name, signature
 from safelaunch.verdict.columns import Numbering, first_difference
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.majority import sides_of, vote
 from safelaunch.verdict.suggestions import Advice
+
+_NO_STACK = Stack(())
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Call:
     """The call and its place."""
     site: Frame | None = None
     """The user's frame of the call."""
-    stack: tuple[Frame, ...] = ()
+    stack: Stack = _NO_STACK
     """Frames from the site outwards."""
     does: str = ""
     """What the rank does there, if it doesn't only wait in a call that its peers don't make."""
@@ -54,6 +57,10 @@ class Conflict:
     note: str = ""
     """What the source or the steps show, as a clause."""
     advice: frozenset[Advice] = frozenset()
+
+    @property
+    def user_stacks(self) -> dict[int, tuple[Frame, ...]]:
+        return {rank: call.stack.user_frames for rank, call in self.calls.items()}
 
 
 def outvoted(sides: Mapping[Any, Iterable[int]]) -> tuple[tuple[int, ...], Doubt | None]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from safelaunch.model import Frame
-from safelaunch.stacks import frames as fr
 from safelaunch.stacks.diverging_loops import loop_left, loop_returned_from
 from safelaunch.stacks.source import SourceLoop, loops_at
 from safelaunch.stacks.ways_out import ways_around
@@ -56,14 +55,10 @@ def _sides(conflict: Conflict) -> list[list[int]]:
 
 def _odd_by_guard(facts: CaseFacts, conflict: Conflict) -> tuple[int, ...]:
     """Returns the ranks of one side if a condition on the rank excludes all others from their call."""
-    guarded = branches(facts, _user_frames(facts, conflict), frozenset(conflict.odd))
+    guarded = branches(facts, conflict.user_stacks, frozenset(conflict.odd))
     telling = [branch for branch in guarded if branch.kept]
     sides = {branch.ranks for branch in telling if {*branch.ranks, *branch.kept} == conflict.calls.keys()}
     return next(iter(sides)) if len(sides) == len({branch.ranks for branch in telling}) == 1 else ()
-
-
-def _user_frames(facts: CaseFacts, conflict: Conflict) -> dict[int, tuple[Frame, ...]]:
-    return {r: fr.stack_of(facts.ranks[r].evidence, call.stack).user_frames for r, call in conflict.calls.items()}
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
@@ -174,12 +169,12 @@ def _find_left_loop(facts: CaseFacts, conflict: Conflict) -> LeftLoop | None:
     sides = _sides(conflict)
     if len(sides) != 2:
         return None
-    users, group, number = _user_frames(facts, conflict), conflict.group, conflict.seq
+    group, number, read_source = conflict.group, conflict.seq, facts.read_source
     for ahead, behind in (sides, sides[::-1]):
         first_ahead, other = ahead[0], behind[0]
-        stack, read_source = conflict.calls[other].stack, facts.read_source
-        around = loop_left(conflict.calls[first_ahead].stack, stack, read_source)
-        loop = around or loop_returned_from(users[first_ahead], users[other], read_source)
+        past, within = conflict.calls[first_ahead].stack, conflict.calls[other].stack
+        around, stack = loop_left(past.frames, within.frames, read_source), within.frames
+        loop = around or loop_returned_from(past.user_frames, within.user_frames, read_source)
         if loop is None:
             continue
         if group and _were_past_it(facts, group, number, (first_ahead, other), loop):

@@ -13,11 +13,10 @@ from safelaunch.verdict import (
     rules_history,
     rules_live,
     rules_mismatch,
-    rules_new_group,
     rules_nodes,
     rules_state,
     rules_threads,
-    rules_transfers,
+    rules_unequal,
     rules_wait,
     rules_wrong_results,
     wrong_group,
@@ -139,7 +138,7 @@ QUESTIONS: tuple[Question, ...] = (
         "Which ranks are missing when groups are created?",
         (
             Rule(rules_state.init_not_joined, ("init-not-joined",)),
-            Rule(rules_new_group.unequal_new_groups, _MISMATCH, _WHOLE),
+            Rule(rules_unequal.unequal_new_groups, _MISMATCH, _WHOLE),
         ),
     ),
     Question(
@@ -171,7 +170,7 @@ QUESTIONS: tuple[Question, ...] = (
         "All wait for each other, or have arrived: where do their calls diverge?",
         (
             Rule(rules_history.out_of_step, _MISMATCH, _WHOLE),
-            Rule(rules_transfers.unmatched_transfers, _MISMATCH, _IN_CYCLE),
+            Rule(rules_unequal.unmatched_transfers, _MISMATCH, _IN_CYCLE),
             Rule(rules_wait.sends_and_receives, ("p2p-cycle",), _IN_CYCLE),
             Rule(rules_wait.one_sided, _MISMATCH, ("every rank seen", *_IN_CYCLE)),
             Rule(rules_history.left_its_role, _MISMATCH, ("every rank seen", "a cycle of waits")),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import dropwhile
 
-from safelaunch.model import Claim, RankEvidence
+from safelaunch.model import Claim, Frame, RankEvidence
 from safelaunch.stacks import aborts, calls
 from safelaunch.stacks import frames as fr
 from safelaunch.verdict.blame import blame_calls, conditions, wait_claims, waiting_culprit, waits_in
@@ -84,19 +84,18 @@ def _aborted_by_gloo(facts: CaseFacts, state: RankFacts) -> bool:
 def _with_aborted(facts: CaseFacts, recorded: Conflict, aborted: Sequence[int]) -> Conflict:
     """Adds the aborted ranks, whose records are lost, to the side that came to its call through the same frames."""
     sides = {key: list(ranks) for key, ranks in recorded.sides.items()}
-    keys = {rank: key for key, ranks in recorded.sides.items() for rank in ranks}
-    ways = {rank: _way(facts.alignment.stack(rank, entry)) for rank, entry in recorded.entries.items()}
+    ways = {rank: _spots(facts.alignment.stack(rank, entry).user_frames) for rank, entry in recorded.entries.items()}
     for rank in aborted:
-        way = _way(aborted_in(facts.ranks[rank].evidence))
-        same = {keys[other] for other, their in ways.items() if way and their == way}
+        way = _spots(facts.ranks[rank].user_stack)
+        same = [key for key, ranks in recorded.sides.items() if way and way in map(ways.get, ranks)]
         if len(same) == 1:
-            sides[same.pop()].append(rank)
+            sides[same[0]].append(rank)
     odd, tie = outvoted(sides)
-    return replace(recorded, odd=tuple(rank for rank in odd if rank in keys), tie=tie)
+    return replace(recorded, odd=tuple(rank for rank in odd if rank in ways), tie=tie)
 
 
-def _way(stack: fr.Stack | None) -> list[fr.Spot]:
-    return [*map(fr.spot, stack.user_frames)] if stack is not None else []
+def _spots(frames: Iterable[Frame]) -> tuple[fr.Spot, ...]:
+    return tuple(map(fr.spot, frames))
 
 
 def _by_stacks(facts: CaseFacts) -> Finding | None:
@@ -111,8 +110,7 @@ def _by_stacks(facts: CaseFacts) -> Finding | None:
     peers = {rank: wait for rank, wait in facts.waiting.items() if _may_meet(facts, wait, failed)} or facts.waiting
     if not failed or not peers:
         return None
-    stacks = {state.rank: aborted_in(state.evidence) for state in failed}
-    aborted = {rank: stack.user_frame if stack is not None else None for rank, stack in stacks.items()}
+    aborted = {state.rank: next(iter(state.user_stack), None) for state in failed}
     text = " and ".join(f"rank {rank} was aborted in a call{fr.at(site)}" for rank, site in aborted.items())
     text = capital(f"{text}, as {_why(failed)}, while {waits_words(facts, peers)}: the calls do not match.")
     unusual_calls = {rank: words for rank in peers if (words := unusual(facts, rank))}
@@ -127,7 +125,8 @@ def _by_stacks(facts: CaseFacts) -> Finding | None:
             victims=(*aborted,),
             advice=frozenset({UNUSUAL_GROUP}),
         )
-    calls = {rank: _call_at(facts, rank) for rank in (*aborted, *peers)}
+    stacks = {rank: fr.Stack(facts.ranks[rank].user_stack) for rank in (*aborted, *peers)}
+    calls = {rank: Call(f"a call{fr.at(stack.user_frame)}", stack.user_frame, stack) for rank, stack in stacks.items()}
     conflict = Conflict(calls, tuple(sorted(calls)), Doubt.NO_MAJORITY)
     places = {wait.frame for wait in peers.values()}
     if one_call := places == {*aborted.values()} and _in_one_group(facts, peers):
@@ -158,11 +157,6 @@ def _by_stacks(facts: CaseFacts) -> Finding | None:
     return blame_calls(facts, conflict, text)
 
 
-def _call_at(facts: CaseFacts, rank: int) -> Call:
-    stack = facts.ranks[rank].user_stack
-    return Call(f"a call{fr.at(stack[0])}", stack[0], stack) if stack else Call("another place")
-
-
 def _why(aborted: Sequence[RankFacts]) -> str:
     abort = aborts.last_abort(aborted[0].evidence.log_tail) if len(aborted) == 1 else None
     return abort.means if abort is not None and "bytes into" in abort.means else "a peer sent more than it expected"
@@ -170,7 +164,7 @@ def _why(aborted: Sequence[RankFacts]) -> str:
 
 def _callers_of_c10d(rank: RankFacts) -> tuple[fr.Spot, ...]:
     frames = rank.stack.frames if rank.stack is not None else ()
-    return tuple(map(fr.spot, dropwhile(lambda frame: "/torch/distributed/" in fr.normal(frame.file), frames)))
+    return _spots(dropwhile(lambda frame: "/torch/distributed/" in fr.normal(frame.file), frames))
 
 
 def _may_meet(facts: CaseFacts, wait: PeerWait, aborted: Iterable[RankFacts]) -> bool:

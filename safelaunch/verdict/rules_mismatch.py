@@ -19,7 +19,7 @@ from safelaunch.verdict.majority import sides_of, vote
 from safelaunch.verdict.phrases import by_place, capital, ranks_word, wait_words
 from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.rules_history import of_role, shifted
-from safelaunch.verdict.rules_transfers import unequal_calls
+from safelaunch.verdict.rules_unequal import unequal_calls
 from safelaunch.verdict.suggestions import SIZES_DIFFER
 from safelaunch.verdict.waits import Case
 
@@ -162,13 +162,13 @@ def _by_stacks(facts: CaseFacts, ranks: Sequence[int]) -> Conflict:
     return Conflict(calls, *outvoted(sides_of(ops if ops_differ else lines)), (doubt,))
 
 
-def _call_site(facts: CaseFacts, rank: int, recorded: tuple[Frame, ...] = ()) -> tuple[Frame | None, tuple[Frame, ...]]:
-    """Returns the user's frame of the rank's call, and the frames from it outwards."""
+def _call_site(facts: CaseFacts, rank: int, recorded: tuple[Frame, ...] = ()) -> tuple[Frame | None, fr.Stack]:
+    """Returns the user's frame of the rank's call, and the stack from it outwards."""
     state = facts.ranks[rank]
     view = state.view if state.wait is None or state.wait.thread is None else None
     frames = recorded or (view.frames if view else ())
     site = fr.stack_of(state.evidence, frames).user_frame or (state.wait.frame if state.wait else None)
-    return site, frames[frames.index(site) :] if site in frames else ()
+    return site, fr.stack_of(state.evidence, frames[frames.index(site) :] if site in frames else ())
 
 
 # --- sides under one number -------------------------------------------------------------------------------------------
@@ -203,13 +203,10 @@ def _by_place(facts: CaseFacts, conflict: Conflict, ranks: Sequence[int]) -> lis
     )
     sides: list[list[int]] = []
     for side in sorted(places.values(), key=len, reverse=True):
-        side_met = next(
-            (side_members for side_members in sides if _met_before(facts, conflict, side_members[0], side[0])), None
-        )
-        if side_met is not None or (sides and len(side) == 1 and op_name(conflict.entries[side[0]]) in ROOTED):
-            (side_met or sides[0]).extend(side)
-        else:
-            sides.append(side)
+        met = [members for members in sides if _met_before(facts, conflict, members[0], side[0])]
+        if not met and len(side) == 1 and op_name(conflict.entries[side[0]]) in ROOTED:
+            met = sides
+        met[0].extend(side) if met else sides.append(side)
     first, *minor_sides = sides or [[]]
     return [[*first, *(rank for rank, stack in stacks.items() if not stack)], *minor_sides]
 
