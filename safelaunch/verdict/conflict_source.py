@@ -18,7 +18,7 @@ from safelaunch.verdict.guarding import branches
 from safelaunch.verdict.own_words import is_interrupted, is_outside_normal_flow
 from safelaunch.verdict.phrases import by_place, ranks_do
 from safelaunch.verdict.rank_state import CaseFacts
-from safelaunch.verdict.suggestions import BROKEN_OFF, LEFT_OUT, UNUSED_PARAMETERS, Advice
+from safelaunch.verdict.suggestions import BROKEN_OFF, LEFT_OUT, UNUSED_PARAMETERS
 
 
 def by_the_source(facts: CaseFacts, conflict: Conflict) -> Conflict:
@@ -128,19 +128,16 @@ class LeftLoop:
     def added_to(self, facts: CaseFacts, conflict: Conflict) -> Conflict:
         """Adds cause, words and advice to a conflict of which the odd ranks are known."""
         is_ahead = conflict.odd == self.ahead
-        instead = self.cut_short or (self.of_a_step and is_ahead)
+        advice = {BROKEN_OFF: bool(self.loop.breaks), LEFT_OUT: bool(self.skips)}
+        advice |= {UNUSED_PARAMETERS: bool(self.skips and self.more_steps)}
+        kept = conflict.advice | {each for each, fits in advice.items() if fits}
         return replace(
             conflict,
             calls={rank: self._described(facts, rank, call) for rank, call in conflict.calls.items()},
             cause="uneven-batches" if not self.of_a_step and (self.sure or is_ahead) else conflict.cause,
             note=self.says,
-            advice=frozenset({LEFT_OUT}) if instead else conflict.advice | self._advice,
+            advice=frozenset({LEFT_OUT}) if self.cut_short or (self.of_a_step and is_ahead) else kept,
         )
-
-    @property
-    def _advice(self) -> frozenset[Advice]:
-        skipped = {LEFT_OUT, *((UNUSED_PARAMETERS,) if self.more_steps else ())} if self.skips else set()
-        return frozenset(skipped | ({BROKEN_OFF} if self.loop.breaks else set()))
 
     @property
     def says(self) -> str:

@@ -146,12 +146,11 @@ def _by_stacks(facts: CaseFacts) -> Finding | None:
     reason = "was aborted because a peer sent more than its call has room for"
     does = {r: Call(does=f"{reason}{fr.at(site)}", site=site) for r, site in aborted.items()}
     does |= {r: Call(does=waits_in(facts, r)) for r in peers}
-    survive = any(rank in peers for rank in conflict.odd)
     conflict = replace(
         conflict,
         calls=does,
         tie=None,
-        doubts=(Doubt.EITHER_SIDE if survive else Doubt.ABORTED_CALL_LOST,),
+        doubts=(Doubt.EITHER_SIDE if peers.keys() & {*conflict.odd} else Doubt.ABORTED_CALL_LOST,),
         claims=_claims(facts, [rank for rank in aborted if rank in conflict.odd]),
     )
     return blame_calls(facts, conflict, text)

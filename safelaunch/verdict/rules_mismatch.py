@@ -79,8 +79,7 @@ def mismatch(case: Case) -> Ruling:
     differ in size, type or root, or they might have met in different operations before: a backend pairs by number, not
     by kind, and might let a wrong pair pass, which exchanges garbage and leaves the ranks one operation apart.
     """
-    unequal = unequal_calls(case)
-    if unequal is not None:
+    if (unequal := unequal_calls(case)) is not None:
         return unequal
     if not case.waits.cycle:
         return _mispaired(case)

@@ -86,14 +86,8 @@ def _unequal_pair(facts: CaseFacts, waiters: Waiters) -> Finding | None:
         return None
     sites = {side.rank: facts.alignment.stack(side.rank, side.entry).user_frame for side in pair}
     ends = {side.rank: Call(does=side.words() + fr.at(sites[side.rank]), site=sites[side.rank]) for side in pair}
-    claims = (
-        record_claim(
-            side.rank,
-            f"rank {side.rank} {side.words()}: {op_name(side.entry)} #{number_of(side.entry)} of group "
-            f"{side.entry.group!r}",
-        )
-        for side in pair
-    )
+    calls_made = {s.rank: f"{op_name(s.entry)} #{number_of(s.entry)} of group {s.entry.group!r}" for s in pair}
+    claims = (record_claim(s.rank, f"rank {s.rank} {s.words()}: {calls_made[s.rank]}") for s in pair)
     text = " while ".join(f"rank {rank} {call.does}" for rank, call in ends.items())
     conflict = Conflict(ends, (*ends,), Doubt.EITHER_SIDE)
     return replace(blame_calls(facts, conflict, f"{capital(text)}: they do not match."), claims=tuple(claims))
@@ -200,11 +194,9 @@ def unequal_new_groups(case: Case) -> Ruling:
     text += f"{', '.join(parts)}. Every rank has to call new_group(), also for a group of others."
     claims = [Claim(f"rank {r} has made {count} process groups", f"ranks/{r}/rank.json") for r, count in made.items()]
     call = Call(does="has made a different number of groups than its peers")
-    return blame_calls(
-        case,
-        Conflict(dict.fromkeys(made, call), odd, tie, claims=tuple(claims[:8]), advice=frozenset({GROUPS_MADE})),
-        text,
-    )
+    calls_made = dict.fromkeys(made, call)
+    conflict = Conflict(calls_made, odd, tie, claims=tuple(claims[:8]), advice=frozenset({GROUPS_MADE}))
+    return blame_calls(case, conflict, text)
 
 
 def _in_another_group(case: Case) -> list[int]:
