@@ -31,7 +31,7 @@ class Call:
     stack: Stack = _NO_STACK
     """Frames from the site outwards."""
     does: str = ""
-    """What the rank does there, if it doesn't only wait in a call that its peers don't make."""
+    """Predicate for the rank, if it doesn't only wait in a call that its peers don't make."""
     left: Frame | UnsetType = UNSET
     """Loop that the rank has left."""
 
@@ -51,11 +51,11 @@ class Conflict:
     """Group of the call, if a record shows it."""
     seq: int = 0
     sides: Mapping[Signature, tuple[int, ...]] = field(default_factory=dict)
-    """What the ranks recorded → ranks."""
+    """Recorded operation, sizes and types → ranks."""
     entries: Mapping[int, Collective] = field(default_factory=dict)
     cause: str = "collective-mismatch"
     note: str = ""
-    """What the source or the steps show, as a clause."""
+    """Clause about what the source or the steps show."""
     advice: frozenset[Advice] = frozenset()
 
     @property

@@ -1,4 +1,4 @@
-"""What the source shows about a conflict: a loop that ranks have left, a condition on the rank, a handler."""
+"""Source code that explains a conflict: a loop that ranks have left, a condition on the rank, a handler."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _sides(conflict: Conflict) -> list[list[int]]:
 
 
 def _odd_by_guard(facts: CaseFacts, conflict: Conflict) -> tuple[int, ...]:
-    """Returns the ranks of one side if a condition on the rank excludes all others from their call."""
+    # A condition on the rank excludes all others from their call.
     guarded = branches(facts, conflict.user_stacks, frozenset(conflict.odd))
     telling = [branch for branch in guarded if branch.kept]
     sides = {branch.ranks for branch in telling if {*branch.ranks, *branch.kept} == conflict.calls.keys()}

@@ -125,24 +125,11 @@ def _by_stacks(facts: CaseFacts) -> Finding | None:
             victims=(*aborted,),
             advice=frozenset({UNUSUAL_GROUP}),
         )
-    stacks = {rank: fr.Stack(facts.ranks[rank].user_stack) for rank in (*aborted, *peers)}
-    calls = {rank: Call(f"a call{fr.at(stack.user_frame)}", stack.user_frame, stack) for rank, stack in stacks.items()}
-    conflict = Conflict(calls, tuple(sorted(calls)), Doubt.NO_MAJORITY)
-    places = {wait.frame for wait in peers.values()}
-    if one_call := places == {*aborted.values()} and _in_one_group(facts, peers):
-        ways = sides_of({rank: _callers_of_c10d(facts.ranks[rank]) for rank in sorted(calls)})
-        odd, tie = outvoted(ways)
-        advice = frozenset({SIZES_DIFFER} if len(ways) == 1 else ())
-        conflict = replace(conflict, odd=odd, tie=tie, advice=advice)
-    else:
-        conflict = by_the_source(facts, conflict)
-        conflict = replace(conflict, cause="uneven-batches" if conflict.note else conflict.cause)
+    conflict = _odd_by_stacks(facts, aborted, peers)
     text += f" {capital(conflict.note)}." if conflict.note else ""
     if not conflict.odd or conflict.tie is not None:
-        named = [] if len(peers) > 1 and len(places) == 1 else sorted(peers)
+        named = [] if len(peers) > 1 and len({wait.frame for wait in peers.values()}) == 1 else sorted(peers)
         conflict = replace(conflict, odd=(*aborted, *named))
-    elif one_call:
-        text += f" {capital(ranks_word(conflict.odd))} reached that call through a different stack than most ranks."
     reason = "was aborted because a peer sent more than its call has room for"
     does = {r: Call(does=f"{reason}{fr.at(site)}", site=site) for r, site in aborted.items()}
     does |= {r: Call(does=waits_in(facts, r)) for r in peers}
@@ -154,6 +141,19 @@ def _by_stacks(facts: CaseFacts) -> Finding | None:
         claims=_claims(facts, [rank for rank in aborted if rank in conflict.odd]),
     )
     return blame_calls(facts, conflict, text)
+
+
+def _odd_by_stacks(facts: CaseFacts, aborted: Mapping[int, Frame | None], peers: Mapping[int, PeerWait]) -> Conflict:
+    stacks = {rank: fr.Stack(facts.ranks[rank].user_stack) for rank in (*aborted, *peers)}
+    calls = {rank: Call(f"a call{fr.at(stack.user_frame)}", stack.user_frame, stack) for rank, stack in stacks.items()}
+    conflict = Conflict(calls, tuple(sorted(calls)), Doubt.NO_MAJORITY)
+    if {wait.frame for wait in peers.values()} != {*aborted.values()} or not _in_one_group(facts, peers):
+        judged = by_the_source(facts, conflict)
+        return replace(judged, cause="uneven-batches" if judged.note else judged.cause)
+    ways = sides_of({rank: _callers_of_c10d(facts.ranks[rank]) for rank in sorted(calls)})
+    odd, tie = outvoted(ways)
+    note = f"{ranks_word(odd)} reached that call through a different stack than most ranks" if odd and not tie else ""
+    return replace(conflict, odd=odd, tie=tie, note=note, advice=frozenset({SIZES_DIFFER} if len(ways) == 1 else ()))
 
 
 def _why(aborted: Sequence[RankFacts]) -> str:

@@ -162,7 +162,6 @@ def _by_stacks(facts: CaseFacts, ranks: Sequence[int]) -> Conflict:
 
 
 def _call_site(facts: CaseFacts, rank: int, recorded: tuple[Frame, ...] = ()) -> tuple[Frame | None, fr.Stack]:
-    """Returns the user's frame of the rank's call, and the stack from it outwards."""
     state = facts.ranks[rank]
     view = state.view if state.wait is None or state.wait.thread is None else None
     frames = recorded or (view.frames if view else ())

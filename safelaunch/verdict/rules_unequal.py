@@ -94,7 +94,7 @@ def _unequal_pair(facts: CaseFacts, waiters: Waiters) -> Finding | None:
 
 
 def _roots(facts: CaseFacts, wait: PeerWait) -> dict[int, int]:
-    """Returns the root that each rank names or, for a recorded gather or scatter, is; others record no root."""
+    # Records show only the root of a gather or scatter.
     same_call = {rank: state for rank in facts.waiting if _waits_in(state := facts.ranks[rank], wait)}
     named = {rank: root for rank, state in same_call.items() if (root := _root_of(state)) is not None}
     group, members = wait.group or "", sorted(facts.alignment.members(wait.group or "")[0])
@@ -200,7 +200,7 @@ def unequal_new_groups(case: Case) -> Ruling:
 
 
 def _in_another_group(case: Case) -> list[int]:
-    """Returns ranks that wait in a group which a peer lists by the same name without them."""
+    # A peer lists their group by the same name without them.
     lists = {each for rank in case.ranks for each in case.alignment.groups_of(rank).items() if each[1]}
     waiting = {rank: wait.group for rank, wait in case.waiting.items() if wait.group and wait.kind == "collective"}
     return [rank for rank, name in waiting.items() if any(name == group and rank not in m for group, m in lists)]

@@ -107,7 +107,6 @@ def _not_entered(case: Case, roots: list[int], limit: int = 4) -> tuple[Claim, .
 
 
 def _mismatch_in(case: Case) -> str:
-    """Returns ``different operations as #7 of group '0'``; empty without a mismatch."""
     waits = [waiters.wait for waiters in case.waits.classes.values() if waiters.wait.kind == "collective"]
     calls = [(wait.group, wait.seq) for wait in waits if wait.group is not None and wait.seq is not None]
     conflict = next((found for call in calls if (found := conflict_at(case.alignment, *call)) is not None), None)
