@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec import structs
+
 from safelaunch.model import Claim, Culprit, Frame
 from safelaunch.verdict.conditions import Condition
+from safelaunch.verdict.conflict import Call, Conflict
 from safelaunch.verdict.doubts import Doubt, levels_of
-from safelaunch.verdict.findings import Finding
-from safelaunch.verdict.phrases import capital, ranks_wait, summary_of
+from safelaunch.verdict.findings import DOUBTS_OF_VOTE, Finding, LeftLoop
+from safelaunch.verdict.phrases import apart, capital, ranks_wait, summary_of
 from safelaunch.verdict.rank_state import CaseFacts, RankFacts
+from safelaunch.verdict.suggestions import Advice
 
 
 def most_doubtful(conditions: Iterable[Condition]) -> tuple[Doubt, ...]:
@@ -35,15 +39,15 @@ def waiting_culprit(facts: RankFacts, reason: str, site: Frame | None = None) ->
     return Culprit(facts.rank, facts.evidence.host, facts.evidence.pid, "main", frame, facts.step, reason)
 
 
+def waits_in(facts: CaseFacts, rank: int) -> str:
+    """``waits in all_reduce at train.py:9``."""
+    verb = "waited" if rank in facts.gone else "waits"
+    return f"{verb} in {facts.waiting[rank].words}" if rank in facts.waiting else "met no peer"
+
+
 def waiting_culprits(facts: CaseFacts, ranks: Iterable[int]) -> tuple[Culprit, ...]:
     """Returns culprits whose reason is only what they wait in."""
-    waits = {
-        rank: f"{ranks_wait(facts, [rank])} in {facts.waiting[rank].words}"
-        if rank in facts.waiting
-        else f"rank {rank} met no peer"
-        for rank in ranks
-    }
-    return tuple(waiting_culprit(facts.ranks[rank], f"{capital(does)}.") for rank, does in waits.items())
+    return tuple(waiting_culprit(facts.ranks[rank], f"Rank {rank} {waits_in(facts, rank)}.") for rank in ranks)
 
 
 def wait_claims(facts: CaseFacts, ranks: Iterable[int], limit: int = 4) -> tuple[Claim, ...]:
@@ -91,3 +95,42 @@ def blame(
         condition_claims(named) + claims + wait_claims(facts, waiters),
         tuple(ruled_out),
     )
+
+
+def blame_calls(facts: CaseFacts, conflict: Conflict, summary: str = "") -> Finding:
+    """Returns a finding that blames the odd ranks of a conflict for their calls.
+
+    Args:
+        summary: Replaces the words of the calls and the note.
+    """
+    calls = conflict.calls
+    in_order = (*conflict.odd, *sorted(calls.keys() - {*conflict.odd}))
+    note = f"; {conflict.note}" if conflict.note else ""
+    tail = " With no majority, either side might be at fault." if conflict.tie else ""
+    of_loop = conflict.of.doubts if isinstance(conflict.of, LeftLoop) else ()
+    alone = [r for r in conflict.odd if r in facts.waiting and facts.waiting[r].kind == "p2p" and not conflict.tie]
+    return Finding(
+        conflict.cause,
+        (*conflict.doubts, *of_loop, *DOUBTS_OF_VOTE[conflict.vote]),
+        summary or f"{capital(apart(facts, {rank: calls[rank].words for rank in in_order}))}{note}.{tail}",
+        tuple(_odd_culprit(facts, rank, calls[rank]) for rank in conflict.odd),
+        conflict.claims + wait_claims(facts, calls),
+        (f"a peer that skipped the other end of what {ranks_wait(facts, alone)} in: runner-up",) if alone else (),
+        calls=conflict.user_stacks if any(call.words for call in calls.values()) else {},
+        advice=conflict.advice,
+        of=conflict.of,
+        vote=conflict.vote,
+    )
+
+
+def _odd_culprit(facts: CaseFacts, rank: int, call: Call) -> Culprit:
+    waited = rank in facts.gone
+    waits = f"{'waited' if waited else 'waits'} in {call.words}, its peers {'did' if waited else 'do'} not"
+    culprit = waiting_culprit(facts.ranks[rank], f"Rank {rank} {call.does or waits}.", call.site)
+    return structs.replace(culprit, left=call.left)
+
+
+def blame_either_end(facts: CaseFacts, ranks: Iterable[int], summary: str, *advice: Advice) -> Finding:
+    """Returns a finding that blames both ends of a send and its receive."""
+    calls = {rank: Call(does=waits_in(facts, rank)) for rank in ranks}
+    return blame_calls(facts, Conflict(calls, (*calls,), "open", advice=frozenset(advice)), summary)

@@ -42,6 +42,12 @@ def op_name(entry: Collective) -> str:
     return entry.op.rsplit(":", 1)[-1]
 
 
+def is_root(entry: Collective) -> bool:
+    """Returns whether it is a gather's or scatter's root: only a root lists the parts."""
+    sizes = {"gather": entry.output_sizes, "scatter": entry.input_sizes}.get(op_name(entry), ())
+    return (elements(sizes) or 0) > 0
+
+
 def number_of(entry: Collective) -> int:
     """Returns the entry's number; sends and receives are counted separately."""
     return entry.p2p_seq if entry.is_p2p else entry.seq

@@ -23,8 +23,8 @@ from safelaunch.model.entries import positions
 from safelaunch.verdict.alignment import Alignment
 from safelaunch.verdict.call_history import UNKNOWN, CallHistory, Identity, histories_of, identity_of
 from safelaunch.verdict.columns import Numbering, Window, first_difference
+from safelaunch.verdict.conflict import Conflict, first_conflict
 from safelaunch.verdict.majority import sides_of, vote
-from safelaunch.verdict.mismatch import Mismatch, first_mismatch
 from safelaunch.verdict.shifts import MOST_CALLS, SURE_MATCHES, Shift, agreeing_calls, shift_between
 
 _LONG_ALIKE = 2 * SURE_MATCHES
@@ -249,8 +249,8 @@ class Histories:
         return sorted(shifts, key=lambda shift: -shift.matched)
 
     @cached_property
-    def first_mismatch(self) -> Mismatch | None:
-        return first_mismatch(self._alignment)
+    def first_mismatch(self) -> Conflict | None:
+        return first_conflict(self._alignment)
 
     @cached_property
     def shift_of_program(self) -> Difference | None:

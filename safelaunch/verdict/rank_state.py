@@ -66,14 +66,17 @@ class RankFacts:
         return f"ranks/{self.rank}"
 
     @cached_property
-    def user_stack(self) -> tuple[Frame, ...]:
-        """The user's frames, innermost first, of the exception, the abort, or else the main thread."""
+    def stack(self) -> fr.Stack | None:
+        """The stack of the exception, the abort, or else the main thread."""
         if self.evidence.exception is not None:
-            return fr.stack_of(self.evidence, self.evidence.exception.frames).user_frames
+            return fr.stack_of(self.evidence, self.evidence.exception.frames)
         aborted = exits.aborted_in(self.evidence)
-        if aborted is not None:
-            return aborted.user_frames
-        return self.view.stack.user_frames if self.view is not None else ()
+        return aborted if aborted is not None or self.view is None else self.view.stack
+
+    @property
+    def user_stack(self) -> tuple[Frame, ...]:
+        """The user's frames of it, innermost first."""
+        return self.stack.user_frames if self.stack is not None else ()
 
     def line_claim(self, text: str) -> Claim:
         evidence = self.evidence

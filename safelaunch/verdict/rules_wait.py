@@ -10,6 +10,7 @@ from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.verdict.blame import (
     blame,
+    blame_either_end,
     condition_claims,
     conditions,
     culprit,
@@ -20,19 +21,17 @@ from safelaunch.verdict.blame import (
 )
 from safelaunch.verdict.c10d import call_words, op_name
 from safelaunch.verdict.conditions import Condition, record_claim, thread_condition
+from safelaunch.verdict.conflict import conflict_at
 from safelaunch.verdict.doubts import Doubt, doubts_if, levels_of
-from safelaunch.verdict.findings import DOUBTS_OF_VOTE, Finding, Ruling
+from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.graph import NodeKind
-from safelaunch.verdict.mismatch import mismatch_at
 from safelaunch.verdict.phrases import (
-    apart,
     capital,
     clause_of,
     ranks_wait,
     ranks_word,
     summary_of,
     unseen_words,
-    wait_words,
     waits_words,
 )
 from safelaunch.verdict.rules_history import skipped
@@ -40,8 +39,6 @@ from safelaunch.verdict.suggestions import (
     LOCK,
     LOCKED_INIT,
     OWN_LOOP,
-    PEERS_DIFFER,
-    TAGS_DIFFER,
     Advice,
 )
 from safelaunch.verdict.waits import AwaitedHolder, Case, Waiters, ranks_in
@@ -111,13 +108,10 @@ def _not_entered(case: Case, roots: list[int], limit: int = 4) -> tuple[Claim, .
 
 
 def _mismatch_in(case: Case) -> str:
-    """Returns ``different operations as number 7 of group '0'``; empty without a mismatch."""
-    for wait in (waiters.wait for waiters in case.waits.classes.values()):
-        if wait.group is not None and wait.seq is not None and wait.kind == "collective":
-            mismatch = mismatch_at(case.alignment, wait.group, wait.seq)
-            if mismatch is not None:
-                return f"different operations as #{mismatch.seq} of group {mismatch.group!r}"
-    return ""
+    waits = [waiters.wait for waiters in case.waits.classes.values() if waiters.wait.kind == "collective"]
+    calls = [(wait.group, wait.seq) for wait in waits if wait.group is not None and wait.seq is not None]
+    conflict = next((found for call in calls if (found := conflict_at(case.alignment, *call)) is not None), None)
+    return f"different operations as #{conflict.seq} of group {conflict.group!r}" if conflict is not None else ""
 
 
 def unseen_peers(case: Case) -> Ruling:
@@ -164,60 +158,6 @@ def sends_and_receives(case: Case) -> Ruling:
     )
 
 
-def different_tags(case: Case) -> Ruling:
-    """A send and a receive name each other with different tags, so they never meet."""
-    named = {rank: case.waiting[rank] for rank in ranks_in(case.waits.transfers_of_cycle)}
-    for rank, wait in named.items():
-        other = named.get(wait.peer) if wait.peer is not None else None
-        if wait.target is None or other is None or other.source != rank or None in (wait.tag, other.tag):
-            continue
-        if wait.tag != other.tag:
-            words = capital(apart(case, wait_words(case, (rank, wait.target))))
-            text = f"{words}: the tags differ, {wait.tag} and {other.tag}."
-            return _either_end(case, (rank, wait.target), text, TAGS_DIFFER)
-    return ""
-
-
-def wrong_peer(case: Case) -> Ruling:
-    """Every batch of sends and receives is known, and one rank alone explains it by naming a wrong peer.
-
-    It sends to a rank that doesn't expect a message, while another rank waits for one; or the reverse.
-    """
-    transfers = (rank for rank, wait in case.waiting.items() if wait.kind == "p2p")
-    batches = {rank: case.ranks[rank].evidence.gil.posted for rank in transfers}
-    if not all(batches.values()):
-        return ""
-    ends = {(transfer.sends, rank, transfer.peer) for rank, batch in batches.items() for transfer in batch}
-    unmet = [(sends, rank, peer) for sends, rank, peer in ends if (not sends, peer, rank) not in ends]
-    wrong_peers = [
-        (sends, rank, peer, other)
-        for sends, rank, peer in unmet
-        for transfer, other, named in unmet
-        if transfer is not sends and named == rank and other != peer and peer in batches
-    ]
-    if len({rank for _, rank, _, _ in wrong_peers}) != 1:
-        return ""
-    sends, rank, peer, other = min(wrong_peers)
-    does, wants = ("sends to", "receive from") if sends else ("receives from", "send to")
-    text = (
-        f"Rank {rank} {does} rank {peer}, which does not expect that, while rank {other} waits to {wants} rank {rank}."
-    )
-    finding = _either_end(case, {rank, peer, other}, text, PEERS_DIFFER)
-    return replace(finding, culprits=(waiting_culprit(case.ranks[rank], text),))
-
-
-def _either_end(case: Case, ranks: Collection[int], text: str, *advice: Advice) -> Finding:
-    return Finding(
-        "collective-mismatch",
-        DOUBTS_OF_VOTE["open"],
-        text,
-        waiting_culprits(case, ranks),
-        wait_claims(case, ranks),
-        advice=frozenset(advice),
-        vote="open",
-    )
-
-
 def one_sided(case: Case) -> Ruling:
     """A rank waits to send to or receive from a peer that is elsewhere, waiting for the rank in turn.
 
@@ -235,7 +175,7 @@ def one_sided(case: Case) -> Ruling:
             did = f"skipped {op_name(left_out)}{fr.at(site)}, which it had always called right before {peer_wait.words}"
             return skipped(case, peer, site, did, wait_claims(case, pair), text)
         text += f": rank {rank} has made one call too many, or rank {peer} left out the other end."
-        return _either_end(case, pair, text)
+        return blame_either_end(case, pair, text)
     return ""
 
 

@@ -17,10 +17,10 @@ from safelaunch.model import CaughtException, Claim, Frame
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.tracebacks import lines_of
 from safelaunch.stacks.ways_out import WayOut, ways_out
+from safelaunch.verdict.conflict import Conflict
 from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.exceptions import one_line
 from safelaunch.verdict.findings import Annotation, Finding, Reason
-from safelaunch.verdict.mismatch import Mismatch
 from safelaunch.verdict.phrases import capital, ranks_word
 from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.suggestions import BROKEN_OFF, LEFT_OUT
@@ -158,7 +158,7 @@ def _next_call(facts: CaseFacts, rank: int, group: str, time_unix_s: float) -> t
     return (window.numbers[at] if later else window.numbers[-1] + 1), later
 
 
-def _diverged_at(facts: CaseFacts, rank: int, group: str, mismatch: Mismatch | None) -> tuple[int, bool]:
+def _diverged_at(facts: CaseFacts, rank: int, group: str, mismatch: Conflict | None) -> tuple[int, bool]:
     """Returns the first number of ``group`` at which ``rank`` differs from its peers, and if the histories show it.
 
     Otherwise they might agree with several places.
@@ -172,7 +172,7 @@ def _diverged_at(facts: CaseFacts, rank: int, group: str, mismatch: Mismatch | N
     return window.numbers[-1] + 1 if window else 0, shift is not None
 
 
-def _matching_exception(facts: CaseFacts, rank: int, mismatch: Mismatch | None) -> _SkippedCalls | None:
+def _matching_exception(facts: CaseFacts, rank: int, mismatch: Conflict | None) -> _SkippedCalls | None:
     parted = {group: _diverged_at(facts, rank, group, mismatch) for group in facts.alignment.groups()}
     tried: dict[tuple[str, int], bool] = {}
     for exception in reversed(facts.ranks[rank].evidence.caught):

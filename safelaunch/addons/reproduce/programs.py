@@ -19,8 +19,7 @@ from safelaunch.addons.reproduce.program import (
 )
 from safelaunch.addons.reproduce.recorded import Extent, MatchKey, RecordedEntry, recorded
 from safelaunch.model import UNKNOWN_SIZES, Collective
-from safelaunch.verdict.asymmetric import is_root
-from safelaunch.verdict.c10d import ROOTED, elements, number_of, op_name
+from safelaunch.verdict.c10d import ROOTED, elements, is_root, number_of, op_name
 from safelaunch.verdict.comparable import Block
 from safelaunch.verdict.phrases import ranks_word
 from safelaunch.verdict.rank_state import CaseFacts, RankFacts

@@ -6,7 +6,7 @@ import msgspec
 
 from safelaunch.verdict.alignment import Alignment
 from safelaunch.verdict.c10d import signature
-from safelaunch.verdict.mismatch import mismatch_at
+from safelaunch.verdict.conflict import conflict_at
 from tests.support.evidence import (
     entry,
     past,
@@ -23,10 +23,10 @@ def test_signature_compares_element_counts_not_shapes() -> None:
     assert signature(entry("all_to_all", 1, size=(4,))) == signature(entry("all_to_all", 1, size=(8,)))
 
 
-def test_wrapped_window_causes_no_mismatch() -> None:
+def test_wrapped_window_causes_no_conflict() -> None:
     long, short = record(*past(3), entry("all_reduce", 4)), record(entry("all_reduce", 4))
     ranks = [rank(0, flight=long), rank(1, flight=short)]
-    assert mismatch_at(Alignment(ranks, 2), "0", 4) is None
+    assert conflict_at(Alignment(ranks, 2), "0", 4) is None
 
 
 # --- loops and history ------------------------------------------------------------------------------------------------
