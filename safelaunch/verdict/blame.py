@@ -115,7 +115,7 @@ def blame_calls(facts: CaseFacts, conflict: Conflict, summary: str = "") -> Find
         tuple(_odd_culprit(facts, rank, calls[rank]) for rank in conflict.odd),
         conflict.claims + wait_claims(facts, calls),
         (f"a peer that skipped the other end of what {ranks_wait(facts, alone)} in: runner-up",) if alone else (),
-        calls=conflict.user_stacks if any(call.stack.frames for call in calls.values()) else {},
+        calls=conflict.user_stacks if any(call.words for call in calls.values()) else {},
         advice=conflict.advice,
     )
 

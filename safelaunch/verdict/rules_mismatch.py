@@ -40,14 +40,17 @@ def compared_by_torch(case: Case) -> Ruling:
     odd, tie = outvoted(by_call)
     examined = [rank for rank in calls_compared if rank in case.ranks]
     unseen = len(examined) < len(calls_compared)
-    sites = {rank: _call_site(case, rank) for rank in examined}
-    places = {rank: fr.at(site) for rank, (site, _) in sites.items()}
-    called = {rank: f"called {call.words}{places.get(rank, '')}" for rank, call in calls_compared.items()}
+    sites = {rank: _call_site(case, rank)[0] for rank in examined}
+    stacks = {rank: fr.stack_of(case.ranks[rank].evidence, case.ranks[rank].user_stack) for rank in examined}
+    called = {rank: f"called {call.words}{fr.at(sites.get(rank))}" for rank, call in calls_compared.items()}
     sides = by_place({rank: called[rank] for rank in sorted(called, key=lambda rank: (rank not in odd, rank))})
     text = capital(" while ".join(f"{ranks_word(ranks)} {words}" for words, ranks in sides))
     claims = [Claim(f"rank {r}: torch's own check found a mismatch", f"ranks/{r}/exception.json") for r in examined[:4]]
     conflict = Conflict(
-        {rank: Call("", *sites[rank], f"{called[rank]}, its peers did not") for rank in examined},
+        {
+            rank: Call(called[rank], sites[rank], stacks[rank], f"{called[rank]}, its peers did not")
+            for rank in examined
+        },
         tuple(rank for rank in odd if rank in sites and not (tie and unseen)),
         tie,
         claims=tuple(claims),
@@ -120,7 +123,7 @@ def of_record(facts: CaseFacts, recorded: Conflict) -> Finding:
     clauses += [f"{len(sides) - _MOST_SIDES} more ways"] if len(sides) > _MOST_SIDES else []
     text = f"From collective #{conflict.seq} of group {conflict.group!r} on, the ranks go {len(sides)} different ways"
     apart = replace(conflict, odd=(), tie=Doubt.OWN_WAYS, advice=frozenset())
-    return blame_calls(facts, apart, f"{text}, without a majority: {'; '.join(clauses)}.")
+    return replace(blame_calls(facts, apart, f"{text}, without a majority: {'; '.join(clauses)}."), calls={})
 
 
 _MOST_SIDES = 4
