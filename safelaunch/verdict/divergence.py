@@ -4,9 +4,9 @@ A backend pairs calls by number. A rank that makes one call more than its peers,
 off. If sizes happen to agree, nothing complains until an innocent line much later. The Flight Recorder shows it: after
 some number, one rank makes its peers' calls *shifted*.
 
-:class:`Histories` compares the calls of a rank with three references: with those of the other members of a group, by
-the numbers of its collectives; with those of the ranks that have the same role (which repeat the same calls), by the
-calls' places in the program; and with its own earlier calls.
+:class:`Histories` compares the calls of a rank with three references: the calls of its peers in a group, by the numbers
+of its collectives; the calls of ranks in the same role (which repeat the same calls), by their places in the program;
+and its own earlier calls.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ _LONG_ALIKE = 2 * SURE_MATCHES
 _MOST_ENDS = 4
 _HABIT_CALLS = 2  # earlier calls in one group that count as a habit
 
-
 Reference = Literal["peers", "role", "past"]
 Kind = Literal["extra", "missing", "changed", "swapped"]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Calls of ``ranks`` that differ from those of their peers, of their role, or from their own earlier ones."""
+    """Calls of ``ranks`` that differ from the calls of their peers or their role, or from their own earlier calls."""
 
     reference: Reference
     kind: Kind
@@ -56,11 +55,6 @@ class Difference:
     def sure(self) -> bool:
         """Enough calls match that it isn't coincidence: two, if the other side never makes the extra call."""
         return self.matched >= (SURE_MATCHES if self.known else SURE_MATCHES - 1)
-
-    @property
-    def caller(self) -> int:
-        """A rank that made the extra or missing call."""
-        return self.peers[0] if self.kind == "missing" and self.peers else self.ranks[0]
 
     @property
     def call(self) -> Collective:

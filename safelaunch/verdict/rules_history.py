@@ -207,7 +207,7 @@ def shifted(
         ),
         tuple(f"{reason}, but no rank would be waiting for it without that call" for reason in own),
         calls=dict.fromkeys(shift.ranks if extra else shift.peers, there),
-        advice=_shift_advice(facts, shift),
+        advice=_shift_advice(calls.purpose(facts.alignment.stack(ends[0], shift.call)), extra=extra),
     )
 
 
@@ -219,9 +219,8 @@ _MODEL_ADVICE: Mapping[calls.Purpose, suggestions.Advice] = {
 }
 
 
-def _shift_advice(facts: CaseFacts, shift: Difference) -> frozenset[suggestions.Advice]:
-    purpose = calls.purpose(facts.alignment.stack(shift.caller, shift.call))
-    if shift.kind == "extra":
+def _shift_advice(purpose: calls.Purpose, *, extra: bool) -> frozenset[suggestions.Advice]:
+    if extra:
         return frozenset({_MODEL_ADVICE[purpose]} if purpose in _MODEL_ADVICE else ())
     return frozenset({suggestions.LEFT_OUT, *([suggestions.UNUSED_PARAMETERS] if purpose == "gradients" else [])})
 
@@ -279,18 +278,27 @@ def left_usual_calls(case: Case) -> Ruling:
     A rank that left its role comes first. Otherwise, if the cycle is over several groups, the ranks' own habits show it
     (:meth:`.Histories.left_habit`), so two ranks are enough. The usual call must be one that the others wait in.
     """
+    left = _usual_call_left(case)
+    if left is None:
+        return ""
+    if left.reference == "role":
+        return of_role(case, left)
+    return _skipped_between_groups(case, left) if left.kind == "missing" else _new_between_groups(case, left)
+
+
+def _usual_call_left(case: Case) -> Difference | None:
     ranks, groups = case.waits.ranks_in_cycle, case.waits.groups_of_cycle
     left_role = case.histories.left_role(ranks) if _is_between_groups(case) and not case.unseen else None
     if left_role is not None or len(groups) < 2:
-        return of_role(case, left_role) if left_role is not None else ""
+        return left_role
     broken = [*_left_habits(case, -1).values()]
     if len(broken) == 1 and broken[0].kind == "missing" and broken[0].sure and _is_awaited(case, broken[0]):
-        return _skipped_between_groups(case, broken[0])
+        return broken[0]
     new = {rank: left for rank, left in _left_habits(case, 1).items() if left.sure and left.kind == "changed"}
     are_alike = any(new.keys() == {*waiters.ranks} for waiters in case.waits.cycle)
-    if are_alike and 2 * len(new) <= len(ranks) and all(_is_awaited(case, left) for left in new.values()):
-        return _new_between_groups(case, new)
-    return ""
+    if not are_alike or 2 * len(new) > len(ranks) or not all(_is_awaited(case, left) for left in new.values()):
+        return None
+    return replace(new[min(new)], ranks=tuple(sorted(new)))
 
 
 def _skipped_between_groups(case: Case, left: Difference) -> Finding:
@@ -321,16 +329,16 @@ def skipped(
     return Finding("collective-mismatch", doubts, summary, culprits, claims, advice=advice, of="usual call")
 
 
-def _new_between_groups(case: Case, new: Mapping[int, Difference]) -> Finding:
-    rank, ranks = min(new), sorted(new)
+def _new_between_groups(case: Case, left: Difference) -> Finding:
+    ranks, rank = left.ranks, left.ranks[0]
     own, usual = (
         f"{op_name(call)} of group {call.group!r} at {_way(case.alignment.stack(rank, call).user_frames)}"
-        for call in (new[rank].there[rank], new[rank].expected)
+        for call in (left.there[rank], left.expected)
     )
     text = f"{ranks_wait(case, ranks)} in {own} for the first time; until then"
     text += f" {'it had' if len(ranks) == 1 else 'they had'} always called {usual} instead"
-    others_in = {r: w for r, w in wait_words(case, case.waits.ranks_in_cycle).items() if r not in new}
-    vote: Vote = "tie" if 2 * len(new) == len(case.waits.ranks_in_cycle) else ""
+    others_in = {r: w for r, w in wait_words(case, case.waits.ranks_in_cycle).items() if r not in ranks}
+    vote: Vote = "tie" if 2 * len(ranks) == len(case.waits.ranks_in_cycle) else ""
     return Finding(
         "collective-mismatch",
         (Doubt.HABIT_ALONE, *DOUBTS_OF_VOTE[vote]),
