@@ -108,7 +108,8 @@ def blame_calls(facts: CaseFacts, conflict: Conflict, summary: str = "") -> Find
     note = f"; {conflict.note}" if conflict.note else ""
     tail = " With no majority, either side might be at fault." if conflict.tie else ""
     of_loop = conflict.of.doubts if isinstance(conflict.of, LeftLoop) else ()
-    alone = [r for r in conflict.odd if r in facts.waiting and facts.waiting[r].kind == "p2p" and not conflict.tie]
+    alone = [rank for rank in conflict.odd if rank in facts.waiting and facts.waiting[rank].kind == "p2p"]
+    alone = alone if not summary and not conflict.tie else []
     return Finding(
         conflict.cause,
         (*conflict.doubts, *of_loop, *DOUBTS_OF_VOTE[conflict.vote]),
