@@ -279,7 +279,7 @@ def _without_gaps(source: Sequence[str], wanted: Set[int]) -> list[int]:
 
 
 def _else_lines(source: Sequence[str], around: Iterable[Enclosing]) -> Iterator[int]:
-    """Yields the numbers of the ``else`` and ``elif`` lines whose branch the ranks took."""
+    # Lines with ``else`` or ``elif`` whose branch the ranks took.
     for each in around:
         if isinstance(each.statement, ast.If) and each.block and not each.in_body:
             between = range(end_of(each.statement.body[-1]), each.block[0].lineno + 1)

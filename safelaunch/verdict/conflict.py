@@ -18,7 +18,7 @@ from safelaunch.verdict.majority import sides_of, vote
 from safelaunch.verdict.suggestions import Advice
 
 if TYPE_CHECKING:
-    from safelaunch.verdict.findings import Deviation, LeftLoop, Vote
+    from safelaunch.verdict.findings import Deviation, LeftLoop, SideVote
 
 _NO_STACK = Stack(())
 
@@ -46,7 +46,7 @@ class Conflict:
     calls: Mapping[int, Call]
     odd: tuple[int, ...]
     """Ranks at fault: the minority, or all ranks in a tie."""
-    vote: Vote = ""
+    vote: SideVote = ""
     doubts: tuple[Doubt, ...] = ()
     """Doubts about the calls."""
     claims: tuple[Claim, ...] = ()
@@ -71,7 +71,7 @@ class Conflict:
         return {rank: call.stack.user_frames for rank, call in self.calls.items()}
 
 
-def outvoted(sides: Mapping[Any, Iterable[int]]) -> tuple[tuple[int, ...], Vote]:
+def outvoted(sides: Mapping[Any, Iterable[int]]) -> tuple[tuple[int, ...], SideVote]:
     """Returns the minority, or all ranks in a tie."""
     odd, majority = vote(sides)
     return odd, "" if majority else "tie"

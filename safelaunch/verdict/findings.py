@@ -31,8 +31,8 @@ _ADVICE: Mapping[object, frozenset[Advice]] = {
 }
 
 # How sure it is which of the sides that don't meet is at fault: the minority, none, or perhaps the other one.
-Vote = Literal["", "tie", "open", "two to one"]
-DOUBTS_OF_VOTE: Mapping[Vote, tuple[Doubt, ...]] = {
+SideVote = Literal["", "tie", "open", "two to one"]
+DOUBTS_OF_VOTE: Mapping[SideVote, tuple[Doubt, ...]] = {
     "": (),
     "tie": (Doubt.NO_MAJORITY,),
     "open": (Doubt.EITHER_SIDE,),
@@ -138,7 +138,7 @@ class Finding:
     branches: tuple[GuardedCall, ...] = ()
     """Conditions on the rank that sent the ranks at fault a different way than their peers."""
     of: Deviation | LeftLoop = ""
-    vote: Vote = ""
+    vote: SideVote = ""
 
     @property
     def all_advice(self) -> frozenset[Advice]:

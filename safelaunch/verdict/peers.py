@@ -90,14 +90,14 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
 
 
 def _of_thread(view: View | None, entries: Sequence[Collective]) -> list[Collective]:
-    """Returns the entries that no other Python thread made. An entry or a thread without an identifier is unknown."""
+    # Without those that another Python thread made. An entry or a thread without an identifier is unknown.
     threads = view.threads if view is not None else ()
     other_threads = {thread.ident for thread in threads if view is None or thread is not view.thread} - {0}
     return [entry for entry in entries if entry.thread not in other_threads]
 
 
 def calls_at(view: View, entries: Sequence[Collective], *, is_p2p: bool) -> list[Collective]:
-    """Returns the calls that the thread might be in: those of its line, or else all that no other thread made."""
+    """Returns the calls that the thread might be in: from its line, or else every call that no other thread made."""
     candidates = [entry for entry in _of_thread(view, entries) if entry.is_p2p == is_p2p]
     sites = ((entry, fr.stack_of(view.rank, entry.frames).user_frame) for entry in candidates)
     return [entry for entry, site in sites if fr.same_line(site, view.user_frame)] or candidates
@@ -187,10 +187,8 @@ def kernel_says_busy(view: View | None) -> bool:
 
 
 def _entry_for(torch_wait: calls.TorchWait | None, pending: list[Collective], view: View) -> Collective | None:
-    """Returns the pending entry that the stack shows: by its line, or its name, or else the newest.
-
-    The main thread blocks in its last call. Older entries are asynchronous.
-    """
+    # By the line, or the name, or else the newest: the main thread blocks in its last call, and older ones are
+    # asynchronous.
     if torch_wait is not None and torch_wait.op == "new_group":
         return None
     possible = calls_at(view, pending, is_p2p=torch_wait is not None and torch_wait.kind == "p2p")

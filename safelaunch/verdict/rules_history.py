@@ -19,7 +19,7 @@ from safelaunch.verdict.call_history import UNKNOWN
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.divergence import Difference
 from safelaunch.verdict.doubts import Doubt, doubts_if
-from safelaunch.verdict.findings import DOUBTS_OF_VOTE, Finding, Ruling, Vote
+from safelaunch.verdict.findings import DOUBTS_OF_VOTE, Finding, Ruling, SideVote
 from safelaunch.verdict.own_words import is_outside_normal_flow
 from safelaunch.verdict.phrases import apart, capital, ranks_wait, ranks_word, wait_words
 from safelaunch.verdict.rank_state import CaseFacts
@@ -109,7 +109,7 @@ def _too_many(
     case: Case, waiting: Sequence[int], ended: Sequence[int], text: str, shown: Claim, doubts: Mapping[Doubt, bool]
 ) -> Finding:
     ends = tuple(claim for condition in conditions(case).values() for claim in condition.claims[:1])[:1]
-    vote: Vote = "tie" if len(waiting) == len(ended) else ""
+    vote: SideVote = "tie" if len(waiting) == len(ended) else ""
     return Finding(
         "collective-mismatch",
         (*DOUBTS_OF_VOTE[vote], *doubts_if(doubts)),
@@ -338,7 +338,7 @@ def _new_between_groups(case: Case, left: Difference) -> Finding:
     text = f"{ranks_wait(case, ranks)} in {own} for the first time; until then"
     text += f" {'it had' if len(ranks) == 1 else 'they had'} always called {usual} instead"
     others_in = {r: w for r, w in wait_words(case, case.waits.ranks_in_cycle).items() if r not in ranks}
-    vote: Vote = "tie" if 2 * len(ranks) == len(case.waits.ranks_in_cycle) else ""
+    vote: SideVote = "tie" if 2 * len(ranks) == len(case.waits.ranks_in_cycle) else ""
     return Finding(
         "collective-mismatch",
         (Doubt.HABIT_ALONE, *DOUBTS_OF_VOTE[vote]),
