@@ -23,7 +23,7 @@ from safelaunch.verdict.suggestions import Advice
 from safelaunch.verdict.thread_view import View
 
 # What a thread does, if a wait for it depends on that. A thread at rest sleeps, polls, or waits for a process or input.
-Activity = Literal["at rest", "stopped", "disk", "dead", "computes", "lock", "io", "loader"]
+ThreadActivity = Literal["at rest", "stopped", "disk", "dead", "computes", "lock", "io", "loader"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Condition:
     frame: Frame | None = None
     pid: int = 0
     process: str = "main"
-    state: Activity = "at rest"
+    state: ThreadActivity = "at rest"
     doubts: tuple[Doubt, ...] = ()
     claims: tuple[Claim, ...] = ()
     lock: calls.LockWait | None = None  # lock in the process that the thread waits for

@@ -74,7 +74,7 @@ def attacks(count: int, random: rnd.Random) -> Iterator[Attack]:
 @cache
 def _files(encoding: leaks.Encoding, shapes: bool) -> dict[str, bytes]:
     """Returns the files of a job that writes all of its secrets in this encoding."""
-    text = leaks.job_text([encoding])
+    text = leaks.said([encoding])
     if shapes:
         text = "\n".join(f"it is {encoding.write(shape)} now" for shape in leaks.SHAPES.values())
     scratch = Path(tempfile.mkdtemp(prefix="attack-"))
@@ -211,7 +211,7 @@ def _long(seed: int, _: Path) -> str:
 
 def _job(how: str, scratch: Path) -> str:
     """Checks bundles, archives, answers of status and dump, journals, summaries, and safelaunch's own output."""
-    said = leaks.job_text(leaks.ENCODINGS) + "\n" + "\n".join(leaks.SHAPES.values())
+    said = leaks.said(leaks.ENCODINGS) + "\n" + "\n".join(leaks.SHAPES.values())
     (scratch / "said").write_text(said)
     environment: dict[str, str | None] = {**leaks.ENVIRONMENT, "LOUD": os.fspath(scratch / "said"), "LOUD_HOW": how}
     own = ["--stall-timeout=4", "--preset=hang-debug", "--nproc-per-node=2", LOUD, *leaks.ARGUMENTS[1:]]

@@ -129,7 +129,7 @@ def a_daemon_of_two_forks(spell: Spell) -> None:
             spell.say("daemon", "result")
         os._exit(0)
     os.waitpid(child, 0)
-    assert spell.job_text("daemon") == "result"
+    assert spell.said("daemon") == "result"
 
 
 @case()

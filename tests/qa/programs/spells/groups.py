@@ -222,7 +222,7 @@ def a_lock_that_a_writer_has_inherited(spell: Spell) -> None:
     writer = None
     with open(spell.scratch / "lock", "w") as file:
         if spell.rank == 1:
-            spell.job_text("held")
+            spell.said("held")
         fcntl.flock(file, fcntl.LOCK_EX)
         if spell.rank == 0:
             writer = os.fork()

@@ -326,7 +326,7 @@ def anyio_process(spell: Spell) -> None:
 def a_filelock(spell: Spell) -> None:
     import filelock
 
-    spell.job_text("held")
+    spell.said("held")
     with filelock.FileLock(spell.scratch / "lock"):
         pass
 
@@ -335,7 +335,7 @@ def a_filelock(spell: Spell) -> None:
 def portalocker_with_a_timeout(spell: Spell) -> None:
     import portalocker
 
-    spell.job_text("held")
+    spell.said("held")
     with portalocker.Lock(spell.scratch / "lock", timeout=600, check_interval=0.25):
         pass
 

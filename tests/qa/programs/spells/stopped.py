@@ -36,7 +36,7 @@ def all_ranks_stopped(spell: Spell) -> None:
     _trains_on(spell)
 
 
-@case(outside=lambda outside: _stops([int(outside.job_text("child"))], outside))
+@case(outside=lambda outside: _stops([int(outside.said("child"))], outside))
 def a_stopped_child(spell: Spell) -> None:
     with subprocess.Popen(["sh", "-c", "for n in 1 2 3 4 5 6 7 8; do sleep 0.2; done"]) as child:
         spell.say("child", child.pid)

@@ -109,7 +109,7 @@ class Spell(Place):
     @property
     def port(self) -> int:
         """Port of the server outside."""
-        return int(self.job_text("port"))
+        return int(self.said("port"))
 
 
 class Outside(Place):

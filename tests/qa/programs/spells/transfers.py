@@ -168,7 +168,7 @@ def an_upload_with_sendfile(spell: Spell) -> None:
     with socket.create_connection(("127.0.0.1", spell.port)) as sink, open(spell.scratch / "large", "rb") as file:
         sink.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         sink.sendfile(file)
-    assert spell.job_text("total") == str(size)
+    assert spell.said("total") == str(size)
 
 
 @case(outside=_drinks, works=True)
@@ -179,7 +179,7 @@ def a_checkpoint_to_a_slow_sink(spell: Spell) -> None:
     with socket.create_connection(("127.0.0.1", spell.port)) as sink, sink.makefile("wb") as file:
         sink.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         torch.save(torch.zeros(int(spell.quiet * 1e6 / 4)), file)
-    assert int(spell.job_text("total")) > spell.quiet * 1e6 * 0.99
+    assert int(spell.said("total")) > spell.quiet * 1e6 * 0.99
 
 
 THROTTLE = (
@@ -236,7 +236,7 @@ def _sends_on_a_unix_socket(outside: Outside) -> None:
 @case(outside=_sends_on_a_unix_socket, works=True)
 def a_selector_and_a_unix_socket(spell: Spell) -> None:
     """Reads from a service on the same machine, like asyncio and gRPC."""
-    pid = spell.job_text("listens")
+    pid = spell.said("listens")
     got, buffer = 0, bytearray(1 << 20)
     with socket.socket(socket.AF_UNIX) as source, selectors.DefaultSelector() as selector:
         source.connect(f"\0spell-{pid}")
@@ -250,7 +250,7 @@ def a_selector_and_a_unix_socket(spell: Spell) -> None:
 def _sends_datagrams(outside: Outside) -> None:
     outside.begun()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-        port = int(outside.job_text("receives"))
+        port = int(outside.said("receives"))
         _sends(outside, lambda data: sender.sendto(data, ("127.0.0.1", port)), 8000)
         until(lambda: sender.sendto(b"", ("127.0.0.1", port)) or (outside.scratch / "received").exists())
 
@@ -268,7 +268,7 @@ def recv_of_datagrams(spell: Spell) -> None:
 
 
 def _feeds_a_named_pipe(outside: Outside) -> None:
-    outside.job_text("made")
+    outside.said("made")
     with open(outside.scratch / "pipe", "wb", buffering=0) as pipe:
         _sends(outside, pipe.write, 60_000)
 
@@ -311,7 +311,7 @@ def _dribbles(outside: Outside) -> None:
 @case(outside=_dribbles)
 def a_size_watched(spell: Spell) -> None:
     """Until a file that something else writes has its size."""
-    spell.job_text("grows")
+    spell.said("grows")
     while os.stat(spell.scratch / "growing").st_size < int(spell.quiet * 2) * 10_000:
         time.sleep(0.5)
 

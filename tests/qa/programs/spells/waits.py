@@ -456,14 +456,14 @@ def _holds_flock(outside: Outside) -> None:
 
 @case(outside=_holds_flock)
 def a_file_lock_held_outside(spell: Spell) -> None:
-    spell.job_text("held")
+    spell.said("held")
     with open(spell.scratch / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
 @case(outside=_holds_flock)
 def a_file_lock_tried_again(spell: Spell) -> None:
-    spell.job_text("held")
+    spell.said("held")
     with open(spell.scratch / "lock", "w") as file:
         while True:
             try:
@@ -482,7 +482,7 @@ def _holds_lockf(outside: Outside) -> None:
 
 @case(outside=_holds_lockf, on="all")
 def a_record_lock_held_outside(spell: Spell) -> None:
-    spell.job_text("held")
+    spell.said("held")
     with open(spell.scratch / "lock", "r+") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
 
@@ -499,7 +499,7 @@ def _holds_database(outside: Outside) -> None:
 
 @case(outside=_holds_database)
 def a_busy_database(spell: Spell) -> None:
-    spell.job_text("held")
+    spell.said("held")
     with sqlite3.connect(spell.scratch / "data.db", timeout=600) as base:
         base.execute("insert into runs values ('ours')")
     assert base.execute("select count(*) from runs").fetchone() == (2,)
@@ -507,7 +507,7 @@ def a_busy_database(spell: Spell) -> None:
 
 @case(outside=_holds_database)
 def a_busy_database_tried_again(spell: Spell) -> None:
-    spell.job_text("held")
+    spell.said("held")
     base = sqlite3.connect(spell.scratch / "data.db", timeout=0.2)
     while True:
         try:
@@ -560,7 +560,7 @@ def input_from_a_slow_person(spell: Spell) -> None:
 
 def _connects(outside: Outside) -> None:
     outside.rest()
-    with socket.create_connection(("127.0.0.1", int(outside.job_text("port")))) as connection:
+    with socket.create_connection(("127.0.0.1", int(outside.said("port")))) as connection:
         connection.sendall(b"task")
 
 
@@ -574,7 +574,7 @@ def accept_with_a_late_client(spell: Spell) -> None:
 def _sends_datagram(outside: Outside) -> None:
     outside.rest()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-        sender.sendto(b"go", ("127.0.0.1", int(outside.job_text("port"))))
+        sender.sendto(b"go", ("127.0.0.1", int(outside.said("port"))))
 
 
 @case(outside=_sends_datagram)
