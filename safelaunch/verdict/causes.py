@@ -20,7 +20,7 @@ class Cause:
     - ``evidence``: how safelaunch knows
     - ``unlike``: causes that look similar, each with the difference
     - ``advice``: advice for its sub-cases, then what fits all of them
-    - ``own``: a live rank can do this alone and block its peers
+    - ``own``: a live rank can do this alone and block its peers; rules about waits conclude no other cause
     - ``failure``: it has ended the rank
     - ``of_node``: if exactly the ranks of one node do it, the node is to blame (``perhaps``: or their script)
     - ``worker``: if several DataLoader workers owe a batch, the one with the highest number is named. Order: workers

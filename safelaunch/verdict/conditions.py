@@ -73,7 +73,10 @@ FOR_GOOD_S = 1800.0
 
 
 def thread_condition(view: View) -> Condition:
-    """Returns what the thread does, trying the surest sign first."""
+    """Returns what the thread does, trying the surest sign first.
+
+    ``ProcessView`` judges a thread that waits for DataLoader workers.
+    """
     condition = (
         _held_by_kernel(view)
         or _busy(view)

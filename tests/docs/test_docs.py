@@ -244,7 +244,8 @@ def test_the_advice_that_a_page_shows_is_still_given() -> None:
 
 def test_generated_parts_are_up_to_date() -> None:
     """If this fails, run ``python -m scripts.build.docs_tables``."""
-    assert [name for name, page in PAGES.items() if docs_tables.filled(page.read_text()) != page.read_text()] == []
+    stale = [name for name, page in PAGES.items() if docs_tables.filled(page.read_text()) != page.read_text()]
+    assert not stale, "run python -m scripts.build.docs_tables"
 
 
 def test_a_generated_part_is_replaced_and_the_rest_of_the_page_kept() -> None:

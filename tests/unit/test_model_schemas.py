@@ -28,7 +28,7 @@ from tests.support.runs import rank, run, run_status
 
 def test_schemas_match_records() -> None:
     """If this fails, run ``python -m scripts.build.schemas``."""
-    assert writer.main(["--check"]) == 0
+    assert writer.main(["--check"]) == 0, "run python -m scripts.build.schemas"
 
 
 @pytest.mark.slow
