@@ -76,8 +76,9 @@ def mismatch(case: Case) -> Ruling:
     The Flight Recorder decides at the lowest pending number, counting also ranks that are past it. Without it, the
     functions and lines of the stacks are compared, with less confidence. If all ranks have arrived, their calls might
     differ in size, type or root, or they might have met in different operations before: a backend pairs by number, not
-    by kind, and might let a wrong pair pass, which exchanges garbage and leaves the ranks one operation apart. The source
-    can name a rank without a majority, or confirm two ranks against one.
+    by kind, and might let a wrong pair pass, which exchanges garbage and leaves the ranks one operation apart.
+
+    The source can name a rank without a majority, or confirm two ranks against one.
     """
     if (unequal := unequal_calls(case)) is not None:
         return unequal
