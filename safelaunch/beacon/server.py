@@ -27,7 +27,10 @@ _GLOO = "gloo"  # has its own recorder, which torch also reads if no backend is 
 
 
 def start(base: str, words: memoryview) -> bool:
-    """Starts the server. Returns False if this torch has no such server. ``base`` is the path of the page ``words``."""
+    """Starts torch's worker server at a socket next to ``base``, the path of the page that is mapped as ``words``.
+
+    Returns False if this version of torch has none.
+    """
     path = base + layout.SERVER_SUFFIX
     try:
         from torch._C import _distributed_c10d as c10d

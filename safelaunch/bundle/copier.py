@@ -117,7 +117,7 @@ def _owner_of_what_is_made() -> int:
 
 
 def _open_new(name: str, uid: int) -> int:
-    """Opens a directory that ``uid`` (this process) just created. Raises OSError if it was replaced."""
+    """Opens a directory that this process, running as ``uid``, has just created; raises OSError if it was replaced."""
     try:
         descriptor = _open(name)
     except OSError as error:

@@ -156,7 +156,7 @@ def headline(status: RunStatus, now_unix_s: float) -> str:
 
 
 def details(status: RunStatus) -> list[str]:
-    """Returns a run's details: its command, its directory, the time until it becomes suspicious, and early looks."""
+    """Returns a run's details: command, directory, the time until it is suspected of hanging, and early looks."""
     early = status.early
     return [
         f"{clean(shlex.join(status.command))}  (in {clean(status.cwd)})",

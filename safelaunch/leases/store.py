@@ -78,8 +78,8 @@ class LeaseStore:
         """Leases the candidates that ``pick`` chooses, all or none, if it is our turn.
 
         Args:
-            pick: Gets the holders of the candidates, and returns None if too few are free. It runs inside the gate, so
-                it must be quick.
+            pick: Takes the candidates' holders, and returns the candidates to lease, or None if too few are free. It
+                runs inside the gate, so it must be quick.
             ticket: Our place in the queue; without one, all waiters come first.
         """
         for _ in range(_TRIES):

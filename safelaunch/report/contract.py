@@ -18,7 +18,10 @@ def world(size: int, mesh: Sequence[tuple[str, int]] = ()) -> str:
 
 
 def devices(evidence: Evidence) -> str:
-    """Returns ``local rank 0: GPU 0, 1: GPU 1``, from CUDA_VISIBLE_DEVICES, and the ranks whose GPU doesn't exist."""
+    """Describes each local rank's GPU by CUDA_VISIBLE_DEVICES, and names ranks whose GPU doesn't exist.
+
+    Example: ``local rank 0: GPU 0, 1: GPU 1``.
+    """
     chosen: dict[int, dict[str, None]] = {}
     for rank in evidence.ranks:
         if rank.gpu and rank.local_rank >= 0:

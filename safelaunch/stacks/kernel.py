@@ -94,9 +94,9 @@ def thread_samples(process: ProcessEvidence, tid: int | None = None) -> list[tup
 
 
 def kernel_wait(process: ProcessEvidence, tid: int | None = None) -> KernelWait:
-    """Returns what a thread waits for, by default the main thread.
+    """Returns what a thread (by default, the main thread) is waiting for.
 
-    The wait must last: state D or T counts only if all samples show it, and a thread that used much CPU time between
+    Only a lasting wait counts: state D or T must appear in all samples, and a thread that used much CPU time between
     the samples is running, whatever the samples show.
     """
     samples = thread_samples(process, tid)

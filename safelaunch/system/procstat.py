@@ -41,7 +41,7 @@ class Stat:
 
 
 def parse(text: str) -> Stat:
-    """Parses the contents, in which the process name can contain spaces and parentheses. Raises ``ValueError``."""
+    """Parses ``/proc/<pid>/stat``, whose process name can contain spaces and parentheses. Raises ``ValueError``."""
     head, opened, rest = text.partition("(")
     name, closed, tail = rest.rpartition(")")
     fields = tail.split()

@@ -49,7 +49,7 @@ def is_root(entry: Collective) -> bool:
 
 
 def number_of(entry: Collective) -> int:
-    """Returns the entry's number; sends and receives are counted separately."""
+    """Returns the entry's number; sends and receives are numbered separately from collectives."""
     return entry.p2p_seq if entry.is_p2p else entry.seq
 
 

@@ -159,9 +159,10 @@ def _with_names(
 
 
 def _with_numbers_by_group(record: FlightRecord) -> FlightRecord:
-    """Numbers the calls of each group, if the record numbers them over all groups, as torchcomms does.
+    """Renumbers calls per group if the record numbers them across all groups, as torchcomms does.
 
-    Such a number equals the entry's index, from 0. If the ring has wrapped, the count per group is unknown.
+    A number across groups equals the entry's index, counted from 0. After the ring has wrapped, numbers per group can't
+    be recovered.
     """
     ring = Entries.of(record.entries)
     if not len(ring) or ring.seqs[0] != ring.record_ids[0] or any(ring.p2p_seqs):
@@ -182,9 +183,9 @@ def _with_numbers_by_group(record: FlightRecord) -> FlightRecord:
 
 
 def _with_earlier_calls_completed(record: FlightRecord) -> FlightRecord:
-    """Completes every nccl2 call before a completed one in its group: communicators work in order.
+    """Marks every nccl2 call as completed if a later call of its group has completed: communicators work in order.
 
-    The sends of a batch have no separate completion there.
+    nccl2 doesn't record completion of the individual sends in a batch.
     """
     ring = Entries.of(record.entries)
     kinds = ring.used()

@@ -1,4 +1,4 @@
-"""Findings, which rules return, and the annotations that explanations add to them."""
+"""The findings that rules return, and the annotations that explanations add to them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def explains_itself(facts: CaseFacts, rank: int) -> bool:
 
 
 def is_outside_normal_flow(facts: CaseFacts, rank: int) -> bool:
-    """Returns whether the rank is outside its program's normal flow: it handles an exception or a signal."""
+    """Returns whether the rank has left its program's normal flow: it is handling an exception or a signal."""
     handled = _exception_handled(facts, facts.ranks[rank].evidence)
     return is_interrupted(facts, rank) or (handled is not None and not _is_usual(facts, rank, handled))
 

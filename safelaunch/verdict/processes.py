@@ -1,7 +1,7 @@
-"""Waits between the threads and children of one process, and the condition at their end.
+"""Follows waits among the threads and children of one process to the condition that ends the chain.
 
-Each thread is followed to the single one that it waits for. If this leads back to a process on the path, they wait for
-each other.
+Each thread is followed to the single one that it waits for. If the chain returns to a process already on it, they wait
+for each other.
 """
 
 from __future__ import annotations
@@ -186,9 +186,9 @@ class ProcessView:
     def _to_thread(self, view: View, lock: calls.LockWait, children: Sequence[View]) -> Edge | None:
         """Returns an edge to the thread that could end the wait.
 
-        A joined thread or a future (``work``) is followed to the one thread or child that still runs user code, or is
-        at work; a future also to a pool's or an event loop's thread. A queue or an event (``signal``) is followed to a
-        blocked thread: one asleep is likelier a timer. The holder of a plain lock can't be seen.
+        For a joined thread or a future (``work``), that is the only thread or child that still runs user code or is
+        busy; for a future, it can also be a pool's or an event loop's thread. For a queue or an event (``signal``), it
+        is a blocked thread, because a sleeping one is more likely a timer. The holder of a plain lock is unknown.
         """
         other_views, among_peers = view.beside(), self._waiting_for_peers(view)
         if lock.of_pool:  # the pool's workers end it, not other threads
@@ -376,7 +376,7 @@ class ProcessView:
         )
 
     def _lock_cycle_condition(self) -> Condition:
-        """Describes threads of one process that wait for each other's locks or ends."""
+        """Describes threads of one process that wait for each other to release a lock or to end."""
         first = self._views[self.cycle[0].of]
         own, words, claims = self._condition(first), [], []
         for edge in self.cycle:

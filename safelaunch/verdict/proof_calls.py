@@ -1,4 +1,4 @@
-"""c10d calls under way, as nodes that threads wait for, and which of them can match."""
+"""c10d calls in progress, as graph nodes that threads wait for, and which of them can match each other."""
 
 from __future__ import annotations
 

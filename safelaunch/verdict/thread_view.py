@@ -96,7 +96,7 @@ class View:
         return lock_at(self.user_frame, self.read_source) if self.user_frame else None
 
     def holds(self, other: View) -> LockHeld | None:
-        """Returns the lock that ``other`` takes, if this thread holds it."""
+        """Returns the lock that ``other`` is waiting to acquire, if this thread holds it."""
         if other.takes is None or other.user_frame is None:
             return None
         locks = locks_held(self.stack.user_frames, self.read_source)

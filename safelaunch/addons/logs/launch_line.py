@@ -68,7 +68,7 @@ def _is_script(launch: Sequence[str]) -> bool:
 
 
 def _commands(text: str) -> Iterator[list[str]]:
-    """Yields the complete commands in a shell line or in a printed list."""
+    """Yields the complete commands in a shell line or in the printed form of a Python list."""
     is_list = text.startswith("[")
     if not is_list and ("$(" in text or "`" in text or text.endswith("\\")):
         return
