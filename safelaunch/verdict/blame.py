@@ -11,7 +11,7 @@ from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.conflict import Call, Conflict
 from safelaunch.verdict.doubts import Doubt, levels_of
 from safelaunch.verdict.findings import DOUBTS_OF_VOTE, Finding, LeftLoop
-from safelaunch.verdict.phrases import apart, capital, ranks_wait, summary_of
+from safelaunch.verdict.phrases import apart, capital, ranks_wait, summary_of, wait_verb
 from safelaunch.verdict.rank_state import CaseFacts, RankFacts
 from safelaunch.verdict.suggestions import Advice
 
@@ -41,8 +41,7 @@ def waiting_culprit(facts: RankFacts, reason: str, site: Frame | None = None) ->
 
 def waits_in(facts: CaseFacts, rank: int) -> str:
     """``waits in all_reduce at train.py:9``."""
-    verb = "waited" if rank in facts.gone else "waits"
-    return f"{verb} in {facts.waiting[rank].words}" if rank in facts.waiting else "met no peer"
+    return f"{wait_verb(facts, rank)} in {facts.waiting[rank].words}" if rank in facts.waiting else "met no peer"
 
 
 def waiting_culprits(facts: CaseFacts, ranks: Iterable[int]) -> tuple[Culprit, ...]:
@@ -108,8 +107,8 @@ def blame_calls(facts: CaseFacts, conflict: Conflict, summary: str = "") -> Find
     note = f"; {conflict.note}" if conflict.note else ""
     tail = " With no majority, either side might be at fault." if conflict.tie else ""
     of_loop = conflict.of.doubts if isinstance(conflict.of, LeftLoop) else ()
-    alone = [rank for rank in conflict.odd if rank in facts.waiting and facts.waiting[rank].kind == "p2p"]
-    alone = alone if not summary and not conflict.tie else []
+    blamed = () if summary or conflict.tie else conflict.odd
+    alone = [rank for rank in blamed if rank in facts.waiting and facts.waiting[rank].kind == "p2p"]
     return Finding(
         conflict.cause,
         (*conflict.doubts, *of_loop, *DOUBTS_OF_VOTE[conflict.vote]),
@@ -125,8 +124,7 @@ def blame_calls(facts: CaseFacts, conflict: Conflict, summary: str = "") -> Find
 
 
 def _odd_culprit(facts: CaseFacts, rank: int, call: Call) -> Culprit:
-    waited = rank in facts.gone
-    waits = f"{'waited' if waited else 'waits'} in {call.words}, its peers {'did' if waited else 'do'} not"
+    waits = f"{wait_verb(facts, rank)} in {call.words}, its peers {'did' if rank in facts.gone else 'do'} not"
     culprit = waiting_culprit(facts.ranks[rank], f"Rank {rank} {call.does or waits}.", call.site)
     return structs.replace(culprit, left=call.left)
 

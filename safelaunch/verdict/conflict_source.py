@@ -16,7 +16,7 @@ from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import LeftLoop
 from safelaunch.verdict.guarding import branches
 from safelaunch.verdict.own_words import is_interrupted, is_outside_normal_flow
-from safelaunch.verdict.phrases import by_place, ranks_do
+from safelaunch.verdict.phrases import by_place, ranks_do, wait_verb
 from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.suggestions import BROKEN_OFF, LEFT_OUT, UNUSED_PARAMETERS
 
@@ -115,7 +115,7 @@ def _with_loop(facts: CaseFacts, conflict: Conflict, left: LeftLoop) -> Conflict
 
 
 def _described(facts: CaseFacts, rank: int, call: Call, left: LeftLoop) -> Call:
-    waits = f"{'waited' if rank in facts.gone else 'waits'} in {call.words}"
+    waits = f"{wait_verb(facts, rank)} in {call.words}"
     loop, inside = f"the loop at {left.loop.place}", left.loop.inside
     if rank in left.ahead:
         does = f"has left {loop} that its peers are still in, and {waits}"

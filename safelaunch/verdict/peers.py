@@ -76,14 +76,12 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
     torch_wait = view.awaited.peers
     user_frame = view.user_frame
     if torch_wait is not None and torch_wait.kind == "init":
-        init_wait = PeerWait.unnumbered(
-            "init", torch_wait.op, user_frame, view.stack_claim(f"{view.words} is in {torch_wait.op}")
-        )
-        return replace(init_wait, signature=("init",))
+        claim = view.stack_claim(f"{view.words} is in {torch_wait.op}")
+        return replace(PeerWait.unnumbered("init", torch_wait.op, user_frame, claim), signature=("init",))
     if torch_wait is not None:
         entry = _entry_for(torch_wait, pending, view)
-        init_wait = _from_entry(rank, entry, view) if entry else _from_stack(view, torch_wait)
-        return _with_arguments(init_wait, view, alignment)
+        wait = _from_entry(rank, entry, view) if entry else _from_stack(view, torch_wait)
+        return _with_arguments(wait, view, alignment)
     if pending and view.device:  # it might spin on work that the device doesn't finish
         return _from_entry(rank, next((entry for entry in pending if entry.started), pending[0]), view)
     return _quiet_wait(view, pending, alignment)

@@ -37,6 +37,10 @@ def ranks_wait(facts: CaseFacts, ranks: Collection[int]) -> str:
     return ranks_do(ranks, "waited", "waited") if facts.gone.issuperset(ranks) else ranks_do(ranks, "waits", "wait")
 
 
+def wait_verb(facts: CaseFacts, rank: int) -> str:
+    return "waited" if rank in facts.gone else "waits"
+
+
 def unseen_words(facts: CaseFacts) -> str:
     """``ranks 4-7 were not seen``."""
     return f"{ranks_do(facts.unseen, 'was', 'were')} not seen"

@@ -128,7 +128,8 @@ def out_of_step(case: Case) -> Ruling:
     """
     if not (_is_between_groups(case) if case.waits.cycle else case.histories.first_mismatch is None):
         return ""
-    shift = next(iter(case.histories.shifts(case.waits.groups_of_cycle)), case.histories.shift_of_program)
+    shifts = case.histories.shifts(case.waits.groups_of_cycle)
+    shift = shifts[0] if shifts else case.histories.shift_of_program
     return shifted(case, shift) if shift is not None else ""
 
 

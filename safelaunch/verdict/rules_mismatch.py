@@ -35,7 +35,7 @@ def compared_by_torch(case: Case) -> Ruling:
     shifts = case.histories.shifts(case.alignment.groups())
     earlier = next((shift for shift in shifts if shift.sure), None)
     if earlier is not None:
-        return shifted(case, earlier, wait_words(case, case.ranks))
+        return shifted(case, earlier)
     odd, decided = outvoted(by_call)
     examined = [rank for rank in calls_compared if rank in case.ranks]
     unseen = len(examined) < len(calls_compared)
