@@ -236,7 +236,7 @@ def find(name: str, *packages: str) -> Any:
 def names_of_sentences() -> dict[str, str]:
     """Returns the names of this version's doubts and advice, by their sentences, which other versions can reword."""
     names: dict[str, str] = {}
-    numbered: dict[str, str] = {}  # advice that stands only in the table of causes
+    causes: dict[str, Any] = {}
     package = first_of("verdict", "diagnose")
     for module in pkgutil.iter_modules(getattr(package, "__path__", ()), f"{package.__name__}."):
         for name, value in vars(importlib.import_module(module.name)).items():
@@ -245,11 +245,12 @@ def names_of_sentences() -> dict[str, str]:
             elif name == "Doubt":
                 names |= {doubt.why: doubt.name for doubt in value}
             elif name == "CAUSES":
-                texts = (
-                    (cause, number, piece.shown) for cause in value for number, piece in enumerate(value[cause].advice)
-                )
-                numbered |= {text: f"{cause} {number}" for cause, number, text in texts}
-    return {**numbered, **names}
+                causes = value
+    for cause, entry in causes.items():
+        # Advice that is only in the table is numbered by itself: a version that adds named advice shifts no number.
+        unnamed = [piece.shown for piece in entry.advice if piece.shown not in names]
+        names |= {text: f"{cause} {number}" for number, text in enumerate(unnamed)}
+    return names
 
 
 def with_names(verdict: dict[str, Any]) -> dict[str, Any]:
