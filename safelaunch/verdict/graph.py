@@ -1,6 +1,8 @@
-"""Graph of waits: edges, the walk along them, and the sets of nodes that wait for nothing outside.
+"""Graph of waits, with two readings: whom a node most likely waits for, and everybody who might end its wait.
 
-:mod:`.processes` has the edges between the threads and children of one rank, :mod:`.waits` those between ranks.
+Diagnosis follows likely waits (:class:`Edge`) to whoever waits for nobody. :mod:`.processes` has them for the threads
+and children of one rank, :mod:`.waits` for ranks. The proof needs all possible ends of each wait (:class:`Need`), which
+:mod:`.proof` has. Nodes are the same in both, and a node on a likely edge is always among the possible givers.
 """
 
 from __future__ import annotations
@@ -14,6 +16,18 @@ from typing import Literal
 from safelaunch.model import Claim
 
 Node = Hashable
+
+
+@dataclass(frozen=True)
+class Actor:
+    """A thread, or all native threads of a process about which nothing is known."""
+
+    rank: int
+    pid: int
+    tid: int | str  # name of a thread whose TID is unknown; UNKNOWN_THREADS for the unknown native threads
+
+
+UNKNOWN_THREADS = -1
 # What a node waits for: a call of a group; a lock on a file; another thread's work, signal or lock; a child's exit or
 # message; the other end of a pipe; a DataLoader's workers; something that is polled for, such as a file; a store key.
 NodeKind = Literal["call", "file", "work", "signal", "lock", "child", "message", "pipe", "workers", "poll", "key"]
@@ -21,7 +35,7 @@ NodeKind = Literal["call", "file", "work", "signal", "lock", "child", "message",
 
 @dataclass(frozen=True)
 class Edge:
-    """A wait of ``of`` for each of ``on``."""
+    """A likely wait of ``of`` for each of ``on``."""
 
     of: Node
     on: tuple[Node, ...]  # the likeliest first

@@ -21,7 +21,7 @@ from safelaunch.verdict import causes, suggestions
 from safelaunch.verdict.conditions import Condition, thread_condition
 from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.exits import signal_name
-from safelaunch.verdict.graph import Edge, Graph, Node, NodeKind
+from safelaunch.verdict.graph import Actor, Edge, Graph, Node, NodeKind
 from safelaunch.verdict.suggestions import Advice
 from safelaunch.verdict.thread_view import View
 
@@ -45,9 +45,9 @@ class ProcessView:
         self._callers = callers
         self._children = children
         self._views: dict[Node, View] = {}
-        self._conditions: dict[Node, Condition] = {}
+        self._conditions: dict[Actor, Condition] = {}
         self._child_conditions: dict[int, Condition] = {}
-        self._visited: set[Node] = set()
+        self._visited: set[Actor] = set()
         self._graph = Graph(self._edges())
 
     @cached_property
@@ -81,11 +81,9 @@ class ProcessView:
             at_end = self._condition_along(edge, at_end)
         return at_end
 
-    def _node(self, view: View) -> Node:
-        is_main = view.other is None or (view.sample is not None and view.other is view.sample.main_thread)
-        node = (view.process.pid, None if is_main or view.other is None else view.other.os_tid or view.other.name)
-        self._views.setdefault(node, view)
-        return node
+    def _node(self, view: View) -> Actor:
+        self._views.setdefault(view.actor, view)
+        return view.actor
 
     def _condition(self, view: View) -> Condition:
         node = self._node(view)
@@ -213,8 +211,7 @@ class ProcessView:
         return self._to(view, "lock", among_peers) if other_views == among_peers else None
 
     def _waiting_for_peers(self, view: View) -> list[View]:
-        other_views = (replace(view, other=thread) for thread in view.threads if thread is not view.thread)
-        return [other for other in other_views if other.awaited.peers is not None or self.has_called(other)]
+        return [other for other in view.others if other.awaited.peers is not None or self.has_called(other)]
 
     def has_called(self, view: View) -> bool:
         """Returns whether a c10d call of the thread is pending, even without a c10d frame."""
@@ -500,7 +497,8 @@ def _running_users_code(children: Sequence[View]) -> list[View]:
 
 
 def _queue_feeders(view: View) -> list[View]:
-    feeders = [replace(view, other=thread) for thread in view.threads if calls.FEEDS_QUEUE.on(thread.frames)]
+    threads = (view, *view.others)
+    feeders = [thread for thread in threads if thread.thread and calls.FEEDS_QUEUE.on(thread.thread.frames)]
     return [feeder for feeder in feeders if feeder.wait.kind == "io"]
 
 

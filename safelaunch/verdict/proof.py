@@ -23,14 +23,12 @@ from safelaunch.model import (
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.verdict.c10d import call_words, match, signature
-from safelaunch.verdict.graph import Need, Node, stuck
+from safelaunch.verdict.graph import UNKNOWN_THREADS, Actor, Need, Node, stuck
 from safelaunch.verdict.peers import PeerWait, calls_at, peer_wait
 from safelaunch.verdict.proof_calls import OpenCall, OpenTransfer, names_transfer, open_call_of
 from safelaunch.verdict.proof_threads import (
     NO_GIVERS,
     TORCH_LIBRARY,
-    UNKNOWN_THREADS,
-    Actor,
     ProofProcess,
     ident_of,
     is_gone,
@@ -82,10 +80,11 @@ class _Prover:
         self._rank_processes: dict[int, ProofProcess] = {}
         self._roots: dict[OpenCall, set[tuple[int | None, int | None]]] = {}  # roots named by the threads in a call
         for rank in living:
-            evidence = case.ranks[rank].evidence
-            for process in (evidence.main, *evidence.children):
-                if process is not None and not is_gone(process):
-                    self._processes[evidence.host, process.pid] = ProofProcess.of(process, evidence, case.read_source)
+            facts = case.ranks[rank]
+            evidence = facts.evidence
+            for view in (facts.view, *facts.children):
+                if view is not None and not is_gone(view.process):
+                    self._processes[evidence.host, view.process.pid] = ProofProcess(view)
             if (main := self._processes.get((evidence.host, evidence.pid))) is not None and main.runs_python:
                 self._rank_processes[rank] = main
 
@@ -172,7 +171,7 @@ class _Prover:
             return self._device_needs(view) if view.wait.kind == "running" else ()
         if c10d_needs := self._c10d_needs(view, process):
             # Another thread can abort the group, as libraries for fault tolerance do.
-            aborting = self._callers(view.rank.rank) - {process.actor(view), process.main}
+            aborting = self._callers(view.rank.rank) - {view.actor, process.main}
             return tuple(replace(need, givers=need.givers | aborting) for need in c10d_needs)
         if view.wait.left_s is not None or self._may_be_interrupted(view, process):
             return ()  # a time limit or a timer ends it
@@ -338,7 +337,7 @@ class _Prover:
             process.other_threads(view) | process.unknown_nodes
         )  # any thread can release a lock, not only its holder
         if shared:
-            givers |= self._threads_of(sharers) - {process.actor(view)}
+            givers |= self._threads_of(sharers) - {view.actor}
         elif lock is not None and lock.by_processes:
             siblings = (
                 sibling
@@ -361,7 +360,7 @@ class _Prover:
             return ()  # the child wasn't seen, or has ended and is about to be reaped
         if not all(self._never_ends(self._processes[child]) for child in children):
             return ()
-        givers = self._threads_of(self._family(process.rank)) - {process.actor(view)}
+        givers = self._threads_of(self._family(process.rank)) - {view.actor}
         return (Need(givers, f"a child process to end ({view.place})", stack_claim_of(view)),)
 
     def _descriptor_needs(self, view: View, process: ProofProcess) -> tuple[Need, ...]:
@@ -385,7 +384,7 @@ class _Prover:
         processes = [self._processes[owner] for owner in owners]
         if any(self._handles(owner_process) or owner_process.serves_a_store for owner_process in processes):
             return ()  # a handler might write or unlock; any process can set a key
-        givers = (self._threads_of(owners) | self._watched_children(processes)) - {process.actor(view)}
+        givers = (self._threads_of(owners) | self._watched_children(processes)) - {view.actor}
         return (Need(givers, f"an answer to {wait.call} on {thread.fd_target} at {view.place}", stack_claim_of(view)),)
 
     def _threads_of(self, owners: Iterable[tuple[str, int]]) -> frozenset[Node]:
@@ -530,5 +529,5 @@ class _Prover:
             whose = f" of rank {node.rank}" if node.rank >= 0 else ""
             return f"{node.signature[0]} #{node.number} of group {node.group!r}{whose}"
         assert isinstance(node, Actor)
-        what = f"thread {node.tid} of " if node.tid > 0 else "" if node.tid == 0 else "a native thread of "
+        what = "a native thread of " if node.tid == UNKNOWN_THREADS else f"thread {node.tid} of "
         return f"{what if node.tid != node.pid else ''}process {node.pid} of rank {node.rank}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from safelaunch.model import (
@@ -19,11 +19,9 @@ from safelaunch.model import (
 )
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
-from safelaunch.stacks.source import ReadSource
-from safelaunch.verdict.graph import Node
+from safelaunch.verdict.graph import UNKNOWN_THREADS, Actor, Node
 from safelaunch.verdict.thread_view import View
 
-UNKNOWN_THREADS = -1
 NO_GIVERS: frozenset[Node] = frozenset()
 # Native threads of torch, and of the libraries below it, run no Python code except callbacks at the end of c10d calls.
 # Any other native thread can set an event or fill a queue. Thread names prove nothing: a new thread inherits its
@@ -47,15 +45,6 @@ _PICKLING = frozenset({"_tensor_to_object", "_object_to_tensor"})  # c10d functi
 # Prefix of TensorPipe's threads. With these, or with a second worker server, torch's threads run requests of other
 # processes.
 _RPC_PREFIX = "TP_"
-
-
-@dataclass(frozen=True)
-class Actor:
-    """A thread, or all native threads of a process about which nothing is known."""
-
-    rank: int
-    pid: int
-    tid: int  # 0: first thread of a process without Python; UNKNOWN_THREADS: the unknown native threads
 
 
 @dataclass(frozen=True)
@@ -94,38 +83,42 @@ class ImportedTorch:
 
 @dataclass(frozen=True)
 class ProofProcess:
-    """A process of a rank, with views of its Python threads except the beacon's, which end no waits."""
+    """A process of a rank, with its Python threads except the beacon's, which end no waits."""
 
-    rank: int
-    evidence: ProcessEvidence
-    views: Mapping[Actor, View]  # Python threads, the main thread first; without Python, the first thread
-    runs_python: bool
-    torch: ImportedTorch
+    main_view: View
 
-    @classmethod
-    def of(cls, evidence: ProcessEvidence, rank: RankEvidence, read_source: ReadSource) -> ProofProcess:
-        first = View(evidence, rank, read_source=read_source)
-        threads = [thread for thread in _python_threads(evidence) if not _is_ours(thread)]
-        views = {
-            Actor(rank.rank, evidence.pid, thread.os_tid or 0): replace(first, other=thread) if number else first
-            for number, thread in enumerate(threads)
-        }
-        main = {Actor(rank.rank, evidence.pid, 0): first}
-        return cls(rank.rank, evidence, views or main, bool(threads), ImportedTorch.of(rank))
+    @property
+    def rank(self) -> int:
+        return self.main_view.rank.rank
+
+    @property
+    def evidence(self) -> ProcessEvidence:
+        return self.main_view.process
 
     @property
     def main(self) -> Actor:
-        return next(iter(self.views))
+        return self.main_view.actor
+
+    @cached_property
+    def torch(self) -> ImportedTorch:
+        return ImportedTorch.of(self.main_view.rank)
+
+    @cached_property
+    def runs_python(self) -> bool:
+        return bool(_python_threads(self.evidence))
+
+    @cached_property
+    def views(self) -> Mapping[Actor, View]:
+        """Views of the Python threads, the main thread first; without Python, of the first thread."""
+        views = (self.main_view, *(self.main_view.others if self.runs_python else ()))
+        return {view.actor: view for view in views if view is self.main_view or not _is_ours(view.thread)}
 
     @property
     def newest(self) -> ProcessState:
         return self.evidence.states[-1]
 
-    def actor(self, view: View) -> Actor:
-        return next(actor for actor, own_view in self.views.items() if own_view is view)
-
     def other_threads(self, view: View) -> frozenset[Node]:
-        return frozenset(self.views) - {self.actor(view)}
+        return frozenset(self.views) - {view.actor}
 
     @cached_property
     def unknown_threads(self) -> tuple[ThreadState, ...]:
@@ -185,8 +178,8 @@ def _plain(process: ProcessEvidence) -> list[StackSample]:
     return [sample for sample in process.stacks if not sample.native]
 
 
-def _is_ours(thread: Thread) -> bool:
-    return bool(thread.frames) and all(fr.is_ours(frame.file) for frame in thread.frames)
+def _is_ours(thread: Thread | None) -> bool:
+    return thread is not None and bool(thread.frames) and all(fr.is_ours(frame.file) for frame in thread.frames)
 
 
 def _python_threads(process: ProcessEvidence) -> tuple[Thread, ...]:

@@ -13,6 +13,7 @@ from safelaunch.stacks.locks import LockHeld, LockTaken, lock_at, locks_held
 from safelaunch.stacks.polls import Poll, poll_at
 from safelaunch.stacks.source import NO_SOURCE, ReadSource
 from safelaunch.stacks.store_keys import StoreKey, store_key_at
+from safelaunch.verdict.graph import Actor
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,15 @@ class View:
         return (leads or self.process.pid) if self.other is None else self.other.os_tid
 
     @property
+    def actor(self) -> Actor:
+        """The thread as a node of the graph of waits."""
+        if self.other is None or (self.sample is not None and self.other is self.sample.main_thread):
+            tid: int | str = (self.sample.leads if self.sample is not None else 0) or self.process.pid
+        else:
+            tid = self.other.os_tid or self.other.name
+        return Actor(self.rank.rank, self.process.pid, tid)
+
+    @property
     def serves_futures(self) -> bool:
         return calls.RUNS_LOOP.on(self.frames) or calls.POOL.on(self.frames)
 
@@ -129,10 +139,14 @@ class View:
             return f"its thread {self.thread.name or self.thread.os_tid!r}"
         return "its main thread" if self.other is None else f"its thread {self.name}"
 
+    @cached_property
+    def others(self) -> tuple[View, ...]:
+        """The other threads of the process."""
+        return tuple(replace(self, other=thread) for thread in self.threads if thread is not self.thread)
+
     def beside(self) -> list[View]:
         """Returns the other threads of the process that run user code. Idle pool threads don't count."""
-        threads = [thread for thread in self.threads if thread is not self.thread and self.stack_of(thread).user_frame]
-        return [replace(self, other=thread) for thread in sorted(threads, key=lambda thread: thread.os_tid or 0)]
+        return sorted((other for other in self.others if other.user_frame), key=lambda other: other.os_tid or 0)
 
     def stack_claim(self, text: str) -> Claim:
         return Claim(text, f"{self.folder}/stack.txt")
