@@ -48,12 +48,12 @@ class ProcessView:
         self._conditions: dict[Actor, Condition] = {}
         self._child_conditions: dict[int, Condition] = {}
         self._visited: set[Actor] = set()
-        self._graph = Graph(self._edges())
+        self.graph = Graph(self._edges())
 
     @cached_property
     def path(self) -> tuple[Edge, ...]:
         """Edges from the main thread to the end of its waits."""
-        return self._graph.path(self._node(self.main))
+        return self.graph.path(self._node(self.main))
 
     @property
     def end(self) -> View:
@@ -94,7 +94,8 @@ class ProcessView:
     # --- edges --------------------------------------------------------------------------------------------------------
 
     def _edges(self) -> Iterator[Edge]:
-        queue, visited = [self._node(self.main)], set()
+        queue: list[Node] = [self._node(self.main)]
+        visited: set[Node] = set()
         for node in queue:  # grows during the loop
             if node in visited:
                 continue

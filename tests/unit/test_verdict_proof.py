@@ -32,8 +32,10 @@ from safelaunch.model import (
     RankEvidence,
     RankExit,
 )
-from safelaunch.verdict.graph import Need, Node, stuck
-from safelaunch.verdict.proof import _Prover, examine
+from safelaunch.verdict.graph import Actor, Need, Node, stuck
+from safelaunch.verdict.possible_waits import OpenCall, PossibleWaits, has_own_limit
+from safelaunch.verdict.processes import ProcessView
+from safelaunch.verdict.proof import examine
 from safelaunch.verdict.waits import Case
 from tests.support.evidence import (
     KERNEL,
@@ -51,6 +53,7 @@ from tests.support.evidence import (
     waiting,
 )
 from tests.support.simulated import NAMED, Helper, Job, Op, Program, Sight, evidence_of, pid_of
+from tests.support.verdict_cases import all_cases
 
 EXAMPLES = int(os.environ.get("SAFELAUNCH_EXAMPLES", "0"))
 
@@ -701,8 +704,8 @@ def test_user_time_limit_is_distinguished_from_torch_time_limits(
         os_tid=7,
         process=SimpleNamespace(states=[SimpleNamespace(threads=[thread])]),
     )
-    assert _Prover._has_own_limit(view, is_usual=True) is own
-    assert _Prover._has_own_limit(view, is_usual=False) is (left_s is not None)
+    assert has_own_limit(view, is_usual=True) is own
+    assert has_own_limit(view, is_usual=False) is (left_s is not None)
 
 
 @pytest.mark.parametrize("ends", [(1,), (1010,)], ids=["the agent's", "a rank's"])
@@ -854,3 +857,43 @@ def test_at_least_nine_in_ten_dead_jobs_are_proved() -> None:
 def test_proof_is_sound_for_ten_thousand_random_jobs(part: int) -> None:
     seen = explore(range(10_000 + 2500 * part, 12_500 + 2500 * part))
     assert seen["dead, proved"] >= 0.9 * seen["dead"], seen
+
+
+# --- the two readings of the graph ------------------------------------------------------------------------------------
+
+
+def test_whom_a_thread_likely_waits_for_is_always_among_those_that_could_end_its_wait() -> None:
+    kinds: Counter[str] = Counter()
+    for case_text in all_cases():
+        read = case_text.read()
+        case = Case.of(read.evidence, read.sources.get)
+        possible = PossibleWaits(case, [n for n, facts in case.ranks.items() if facts.evidence.exit is None])
+        for number, of_rank in possible.rank_processes.items():
+            callers = {call.thread for call in case.alignment.pending(number)} - {0}
+            inside = ProcessView(of_rank.main_view, case.ranks[number].children, callers)
+            for node, edges in inside.graph.edges.items():
+                direct = frozenset[Node]().union(*(need.givers for need in possible.needs[node]))
+                for edge in edges if direct else ():
+                    assert direct.issuperset(edge.on), (str(case_text), edge)
+                    kinds[edge.kind] += 1
+            waiters = case.waits.classes.get(case.waits.nodes.get(number, ()))
+            givers = givers_of(possible, of_rank.main)
+            if waiters is not None and givers:
+                awaited = {giver.rank for giver in givers if isinstance(giver, Actor)}
+                assert awaited >= waiters.blockers & possible.rank_processes.keys(), (str(case_text), number)
+                kinds["call"] += 1
+    assert {"work", "signal", "lock", "pipe", "call"} <= kinds.keys()
+
+
+def givers_of(possible: PossibleWaits, node: Node) -> frozenset[Node]:
+    """Returns all that could end the node's wait, directly or not. Empty if one of them can continue, or nobody can."""
+    givers: set[Node] = set()
+    queue = [node]
+    for one in queue:
+        needs = possible.needs.get(one, ())
+        if not needs or not all(need.givers for need in needs):
+            return frozenset()
+        for need in needs:
+            queue += need.givers - set(queue)
+            givers |= need.givers
+    return frozenset(givers)
