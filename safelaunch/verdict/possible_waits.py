@@ -1,4 +1,4 @@
-"""The possible reading of the graph of waits: everybody who might end the wait of a thread or a call.
+"""The possible reading of the graph of waits: every node that might end the wait of a thread or a call.
 
 Missing evidence never narrows it: a thread counts as able to continue by itself if it moved between two looks, sleeps,
 has a time limit, waits for something outside the job, or isn't understood. So do processes that a timer can end, and
@@ -129,7 +129,7 @@ class PossibleWaits:
 
     @property
     def has_every_rank(self) -> bool:
-        """Whether a Python process of each living rank was seen. Otherwise there are no needs."""
+        """True if a Python process of each living rank was seen. Otherwise there are no needs."""
         return self.rank_processes.keys() == self._living
 
     @cached_property

@@ -862,7 +862,7 @@ def test_proof_is_sound_for_ten_thousand_random_jobs(part: int) -> None:
 # --- the two readings of the graph ------------------------------------------------------------------------------------
 
 
-def test_whom_a_thread_likely_waits_for_is_always_among_those_that_could_end_its_wait() -> None:
+def test_each_likely_end_of_a_wait_is_also_a_possible_end() -> None:
     kinds: Counter[str] = Counter()
     for case_text in all_cases():
         read = case_text.read()
@@ -886,7 +886,7 @@ def test_whom_a_thread_likely_waits_for_is_always_among_those_that_could_end_its
 
 
 def givers_of(possible: PossibleWaits, node: Node) -> frozenset[Node]:
-    """Returns all that could end the node's wait, directly or not. Empty if one of them can continue, or nobody can."""
+    """Returns all nodes that could end the wait, directly or not. Empty if one of them is free, or if there are none."""
     givers: set[Node] = set()
     queue = [node]
     for one in queue:
