@@ -1,8 +1,8 @@
-"""Graph of waits, with two readings: whom a node most likely waits for, and everybody who might end its wait.
+"""Graph of waits, with two readings: the most likely end of each wait, and all its possible ends.
 
-Diagnosis follows likely waits (:class:`Edge`) to whoever waits for nobody. :mod:`.processes` has them for the threads
-and children of one rank, :mod:`.waits` for ranks. The proof needs all possible ends of each wait (:class:`Need`), which
-:mod:`.proof` has. Nodes are the same in both, and a node on a likely edge is always among the possible givers.
+Diagnosis follows likely waits (:class:`Edge`) until a node waits for nothing. :mod:`.processes` finds them between the
+threads and children of one rank, :mod:`.waits` between ranks. The proof needs every possible end (:class:`Need`), which
+:mod:`.possible_waits` finds. The nodes are the same in both, and a likely end is always a possible one.
 """
 
 from __future__ import annotations

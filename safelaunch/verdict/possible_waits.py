@@ -110,7 +110,7 @@ def has_own_limit(view: View, *, is_usual: bool) -> bool:
 
 
 class PossibleWaits:
-    """What each thread of the living ranks, and each call under way, needs to continue."""
+    """Needs of each thread of the living ranks and of each open call."""
 
     def __init__(self, case: Case, living: list[int]) -> None:
         self.case = case
