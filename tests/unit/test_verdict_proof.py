@@ -33,7 +33,7 @@ from safelaunch.model import (
     RankExit,
 )
 from safelaunch.verdict.graph import Actor, Need, Node, stuck
-from safelaunch.verdict.possible_waits import OpenCall, PossibleWaits, has_own_limit
+from safelaunch.verdict.possible_waits import PossibleWaits, has_own_limit
 from safelaunch.verdict.processes import ProcessView
 from safelaunch.verdict.proof import examine
 from safelaunch.verdict.waits import Case
@@ -886,7 +886,7 @@ def test_each_likely_end_of_a_wait_is_also_a_possible_end() -> None:
 
 
 def givers_of(possible: PossibleWaits, node: Node) -> frozenset[Node]:
-    """Returns all nodes that could end the wait, directly or not. Empty if one of them is free, or if there are none."""
+    """Returns all nodes that could end the wait, directly or not. Empty if one of them is free, or without any."""
     givers: set[Node] = set()
     queue = [node]
     for one in queue:
