@@ -20,6 +20,7 @@ from safelaunch.stacks.source import ReadSource
 # A file, a pending c10d call, a child process, a c10d store key, or a call repeated while it raises.
 WaitKind = Literal["file", "work", "process", "key", "attempt", ""]
 
+_EXISTS = frozenset({"exists", "lexists", "isfile", "isdir", "is_file", "is_dir"})
 # Functions of the standard library and torch that check these.
 _ASKS: tuple[tuple[WaitKind, frozenset[str]], ...] = (
     ("work", frozenset({"is_completed", "is_success", "test"})),
@@ -27,10 +28,8 @@ _ASKS: tuple[tuple[WaitKind, frozenset[str]], ...] = (
     ("key", frozenset({"check", "num_keys"})),
     (
         "file",
-        frozenset(
-            {"exists", "lexists", "isfile", "isdir", "is_file", "is_dir", "access", "stat", "getsize", "getmtime"}
-        )
-        | {"glob", "iglob", "listdir", "scandir", "iterdir"},
+        frozenset({"access", "stat", "getsize", "getmtime", "glob", "iglob", "listdir", "scandir", "iterdir"})
+        | _EXISTS,
     ),
 )
 _SLEEPS = "sleep"
@@ -47,6 +46,7 @@ class Poll:
     text: str  # as in the source
     of: WaitKind  # as far as names show
     made_at: tuple[Frame, ...] = ()  # for a file: other lines of the same function that use it
+    removal: bool = False  # it lasts as long as the file exists
 
     @property
     def words(self) -> str:
@@ -81,7 +81,9 @@ def _of_loop(loop: _LoopNode, file: str, line: int, scope: ast.AST) -> Poll | No
     asks = isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant)
     for part in (loop,) if asks else loop.body:
         if isinstance(part, ast.While) or (isinstance(part, ast.If) and isinstance(src.exit_of(part.body), src.ENDS)):
-            return Poll(file, part.lineno, src.head_of(part), _kind(part.test), _made_at(part.test, file, scope))
+            removal = _lasts_while_it_exists(part)
+            made_at = () if removal else _made_at(part.test, file, scope)
+            return Poll(file, part.lineno, src.head_of(part), _kind(part.test), made_at, removal)
     for attempt in loop.body:
         if isinstance(attempt, ast.Try):
             # Without an exception, the loop would have ended before ``line``.
@@ -91,6 +93,13 @@ def _of_loop(loop: _LoopNode, file: str, line: int, scope: ast.AST) -> Poll | No
                 head = tried.items[0].context_expr if isinstance(tried, ast.With) else tried
                 return Poll(file, tried.lineno, src.text_of(head), "attempt")
     return None
+
+
+def _lasts_while_it_exists(part: ast.While | ast.If) -> bool:
+    negated = isinstance(part.test, ast.UnaryOp) and isinstance(part.test.op, ast.Not)
+    asked = part.test.operand if isinstance(part.test, ast.UnaryOp) else part.test
+    exists = isinstance(asked, ast.Call) and not _EXISTS.isdisjoint(src.names_in(asked.func))
+    return exists and isinstance(part, ast.While) is not negated
 
 
 def _made_at(test: ast.expr, file: str, scope: ast.AST) -> tuple[Frame, ...]:

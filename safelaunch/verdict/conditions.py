@@ -258,7 +258,8 @@ def _polls_at(view: View) -> Condition:
             advice=frozenset({suggestions.ATTEMPTS}),
         )
     text = f"polls at {where}: {poll.words}"
-    doubts, advice = () if poll.of == "process" else (Doubt.MAY_END,), frozenset({suggestions.POLLS})
+    doubts = () if poll.of == "process" else (Doubt.MAY_END,)
+    advice = frozenset({suggestions.LOCK_FILE if poll.removal else suggestions.POLLS})
     return Condition("stuck-in-user-code", text, doubts=doubts, claims=(claim,), poll=poll, advice=advice)
 
 

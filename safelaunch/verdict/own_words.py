@@ -103,12 +103,24 @@ def _ended_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
     condition = facts.ranks[rank.rank].condition
     if condition is None or condition.lock is None:
         return None
-    ended = next(tracebacks.of_threads(rank.log_tail), None)
+    ended = ended_thread(rank)
     if ended is None:
         return _missing_thread(facts, rank)
-    where = fr.at(fr.stack_of(rank, ended.frames).user_frame)
-    words = f"thread {ended.thread!r} has ended by {one_line(ended.message)}{where}"
-    return Annotation(f"Its {words}.", (Claim(f"rank {rank.rank}: its {words}", f"ranks/{rank.rank}/log_tail.txt"),))
+    words, _ = ended
+    return Annotation(f"Its {words}.", (log_claim(rank, words),))
+
+
+def ended_thread(rank: RankEvidence) -> tuple[str, Frame | None] | None:
+    """Returns the thread that an exception ended last, as words, and the user's line that raised; None if none did."""
+    ended = next(tracebacks.of_threads(rank.log_tail), None)
+    if ended is None:
+        return None
+    frame = fr.stack_of(rank, ended.frames).user_frame
+    return f"thread {ended.thread!r} has ended by {one_line(ended.message)}{fr.at(frame)}", frame
+
+
+def log_claim(rank: RankEvidence, words: str) -> Claim:
+    return Claim(f"rank {rank.rank}: its {words}", f"ranks/{rank.rank}/log_tail.txt")
 
 
 def _missing_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:

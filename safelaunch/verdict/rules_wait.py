@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from safelaunch.model import Claim, Collective
+from safelaunch.model import Claim, Collective, Frame
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.verdict.blame import (
@@ -25,6 +25,7 @@ from safelaunch.verdict.conflict import conflict_at
 from safelaunch.verdict.doubts import Doubt, doubts_if, levels_of
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.graph import NodeKind
+from safelaunch.verdict.own_words import ended_thread, log_claim
 from safelaunch.verdict.phrases import (
     capital,
     clause_of,
@@ -231,50 +232,58 @@ def waits_outside_collectives(case: Case) -> Ruling:
     if "message" in kinds:
         by = next(holder for holder in ranks_in_cycle.values() if holder.kind == "message")
         if (served := _server_of(case, by.rank)) is not None:
-            return _kept_from_serving(case, by.rank, *served, holders)
+            return _kept_from_serving(case, by.rank, served, holders)
     kind = next(kind for kind in _WHY if kind in kinds)
     locked = kind == "file" and any(holder.rank not in ranks_in_cycle for holder in ranks_in_cycle.values())
     waiting = holders if locked else {rank: holder for rank, holder in ranks_in_cycle.items() if holder.kind == kind}
     return _cycle_finding(case, kind, waiting, holders)
 
 
-def _server_of(case: Case, rank: int) -> tuple[str, Claim, frozenset[Advice]] | None:
-    """Returns the part of a rank that serves others and that the rank itself blocks, in words with a claim.
+@dataclass(frozen=True)
+class _BlockedServer:
+    """The part of a rank that should answer others and can't."""
 
-    That is a thread that waits for a lock or for peers, or the event loop on whose thread the rank waits.
-    """
+    words: str
+    claim: Claim
+    advice: frozenset[Advice] = frozenset()
+    ended_at: Frame | None = None  # the line that raised, if its thread has ended
+    doubts: tuple[Doubt, ...] = ()
+
+
+def _server_of(case: Case, rank: int) -> _BlockedServer | None:
+    """Returns a thread that waits for a lock or has ended, or the event loop on whose thread the rank waits."""
     view = case.ranks[rank].view
     if view is None:
         return None
     if calls.RUNS_LOOP.on(view.frames):
         text = "its event loop, which should answer, is blocked"
-        return text, view.stack_claim("its main thread waits inside a callback of its event loop"), _OWN_LOOP
+        claim = view.stack_claim(f"rank {rank}: its main thread waits inside a callback of its event loop")
+        return _BlockedServer(text, claim, frozenset({OWN_LOOP}))
     for other in view.beside():
         own = thread_condition(other)
         if own.lock is not None and own.lock.on == "lock":
             text = f"its thread {other.name}, which should answer, {own.reason}"
-            return text, other.stack_claim(f"thread {other.name} {own.reason}"), LOCK
-    return None
+            return _BlockedServer(text, other.stack_claim(f"rank {rank}: thread {other.name} {own.reason}"), LOCK)
+    ended = ended_thread(view.rank)
+    if ended is None:
+        return None
+    words, frame = ended
+    return _BlockedServer(f"its {words}", log_claim(view.rank, words), ended_at=frame, doubts=(Doubt.STATE_INFERRED,))
 
 
-_OWN_LOOP = frozenset({OWN_LOOP})
-
-
-def _kept_from_serving(
-    case: Case, rank: int, words: str, shown: Claim, advice: frozenset[Advice], waiting: Mapping[int, AwaitedHolder]
-) -> Finding:
+def _kept_from_serving(case: Case, rank: int, server: _BlockedServer, waiting: Mapping[int, AwaitedHolder]) -> Finding:
     """Blames ``rank``: it waits for its peers, and they wait for an answer that it prevents."""
     own = {other: condition for other in waiting if (condition := case.ranks[other].condition) is not None}
     place = f"waits in {case.waiting[rank].words}" if rank in case.waiting else "waits"
-    text = f"Rank {rank} {place}, and {words}."
+    text = f"Rank {rank} {place}, and {server.words}."
     return Finding(
-        "lock-deadlock",
-        doubts_if({Doubt.UNSEEN_RANKS: bool(case.unseen)}),
+        "blocking-io" if server.ended_at is not None else "lock-deadlock",
+        (*server.doubts, *doubts_if({Doubt.UNSEEN_RANKS: bool(case.unseen)})),
         f"{text} {capital(ranks_wait(case, own))} for its answer.",
-        (waiting_culprit(case.ranks[rank], text),),
-        (Claim(f"rank {rank}: {shown.claim}", shown.file), *condition_claims(own), *wait_claims(case, [rank])),
+        (waiting_culprit(case.ranks[rank], text, server.ended_at),),
+        (server.claim, *condition_claims(own), *wait_claims(case, [rank])),
         victims=tuple(own),
-        advice=advice,
+        advice=server.advice,
     )
 
 

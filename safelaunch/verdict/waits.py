@@ -22,7 +22,7 @@ from safelaunch.verdict.guarding import whereabouts
 from safelaunch.verdict.majority import sides_of
 from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.processes import ProcessView
-from safelaunch.verdict.rank_state import CaseFacts
+from safelaunch.verdict.rank_state import CaseFacts, RankFacts
 
 WaitKey = tuple[Hashable, ...]
 
@@ -120,8 +120,9 @@ def _holders(facts: CaseFacts) -> Iterator[tuple[int, AwaitedHolder]]:
     """Yields what ranks wait for outside collective calls, according to the kernel or the source code."""
     places: dict[fr.Spot, set[int]] = {}
     for rank, rank_facts in facts.ranks.items():
-        if rank_facts.condition is not None and rank_facts.condition.frame is not None:
-            places.setdefault(fr.spot(rank_facts.condition.frame), set()).add(rank)
+        if rank_facts.condition is not None:
+            for spot in _spots(rank_facts, rank_facts.condition):
+                places.setdefault(spot, set()).add(rank)
     for rank, rank_facts in facts.ranks.items():
         own = rank_facts.condition
         if own is None:
@@ -133,7 +134,7 @@ def _holders(facts: CaseFacts) -> Iterator[tuple[int, AwaitedHolder]]:
             yield rank, _holder(facts, owner, pid, "file" if own.locked_by == pid else "message")
         elif own.process == "main":
             holder = _setting_rank(facts, rank, own) or _excluded_rank(facts, rank, own)
-            holder = holder or _answering_rank(facts, rank) or _missing_rank(facts, own, places)
+            holder = holder or _answering_rank(facts, rank) or _missing_rank(facts, rank, own, places)
             yield from [(rank, holder)] if holder is not None else []
 
 
@@ -151,23 +152,30 @@ def _excluded_rank(facts: CaseFacts, rank: int, own: Condition) -> AwaitedHolder
 
 
 def _polls(own: Condition) -> bool:
-    return own.poll is not None and own.poll.of in ("file", "key", "")
+    return own.poll is not None and own.poll.of in ("file", "key", "") and not own.poll.removal
 
 
-def _missing_rank(facts: CaseFacts, own: Condition, places: Mapping[fr.Spot, Set[int]]) -> AwaitedHolder | None:
-    """Returns the one rank that isn't at this line while all others wait or poll there, if it waits for its peers.
+def _missing_rank(
+    facts: CaseFacts, rank: int, own: Condition, places: Mapping[fr.Spot, Set[int]]
+) -> AwaitedHolder | None:
+    """Returns the one rank that waits for its peers while all others wait or poll in this line, or in a call from it.
 
     It has passed the line, or will never reach it.
     """
-    if own.frame is None or not (own.key is not None or _polls(own)):
+    if facts.unseen or not (own.key is not None or _polls(own)):
         return None
-    ranks_at_line = places[fr.spot(own.frame)]
-    if len(ranks_at_line) < 2 or len(ranks_at_line) != len(facts.world) - 1 or facts.unseen:
-        return None
-    (other,) = facts.world - ranks_at_line
-    if other not in facts.waiting:
-        return None
-    return _rank_holder(facts, other, "poll", f"only rank {other} does not wait there")
+    for spot in _spots(facts.ranks[rank], own):
+        others = facts.world - places[spot]
+        if len(places[spot]) >= 2 and len(others) == 1 and others <= facts.waiting.keys():
+            (other,) = others
+            return _rank_holder(facts, other, "poll", f"only rank {other} does not wait there")
+    return None
+
+
+def _spots(subject: RankFacts, own: Condition) -> Iterator[fr.Spot]:
+    """Yields the line where the rank waits, and the lines from which it got there, innermost first."""
+    frames = dict.fromkeys((*([own.frame] if own.frame is not None else []), *subject.user_stack))
+    return map(fr.spot, frames)
 
 
 def _answering_rank(facts: CaseFacts, rank: int) -> AwaitedHolder | None:

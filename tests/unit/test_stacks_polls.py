@@ -46,6 +46,22 @@ def test_poll_loop_condition_has_kind(test: str, of: str) -> None:
     assert target.words == f"`while {test}` (train.py:1)"
 
 
+@pytest.mark.parametrize(
+    ("loop", "removal"),
+    [
+        ("while os.path.exists(lock):\n    time.sleep(1)  # 1", True),
+        ("while not os.path.exists(lock):\n    time.sleep(1)  # 1", False),
+        ("while True:\n    if not lock.is_file():\n        break\n    time.sleep(1)  # 1", True),
+        ("while True:\n    if lock.is_file():\n        break\n    time.sleep(1)  # 1", False),
+        ("while not os.path.exists(lock) or busy():\n    time.sleep(1)  # 1", False),
+    ],
+)
+def test_poll_for_the_removal_of_a_file_names_no_line_that_creates_it(loop: str, *, removal: bool) -> None:
+    target = poll(f"open(lock, 'x')\n{loop}")
+    assert target is not None and (target.of, target.removal) == ("file", removal)
+    assert bool(target.made_at) is not removal
+
+
 def test_poll_in_for_loop_uses_returning_branch() -> None:
     target = poll(
         """
