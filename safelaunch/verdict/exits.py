@@ -252,7 +252,8 @@ def _memory_words(rank: RankEvidence) -> tuple[str, list[Claim], frozenset[Advic
     if kills.cgroup is None and kills.node is None:
         return "", [], outside
     clause = "the kernel counts no out-of-memory kill while the job ran"
-    return f"; {clause}, so a process sent it, possibly the rank itself", [Claim(clause, f"{node}/resources.json")], outside
+    words = f"; {clause}, so a process sent it, possibly the rank itself"
+    return words, [Claim(clause, f"{node}/resources.json")], outside
 
 
 def _exit_condition(rank: RankEvidence) -> Condition:
