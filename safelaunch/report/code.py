@@ -13,7 +13,6 @@ from safelaunch.report.stacks import frames_at_fault
 from safelaunch.stacks.frames import place, same_line, stack_of
 from safelaunch.stacks.guards import Guard, SourceLoop, way_to
 from safelaunch.stacks.source import FUNCTIONS, Enclosing, context, end_of
-from safelaunch.verdict.guarding import whereabouts
 from safelaunch.verdict.phrases import capital
 from safelaunch.verdict.rank_state import CaseFacts
 
@@ -295,7 +294,7 @@ def _note(facts: CaseFacts, step: Guard | SourceLoop) -> str:
         return ""
     admitted: dict[bool | None, list[int]] = {}
     for rank in facts.ranks:
-        admitted.setdefault(step.admits(whereabouts(facts, rank)), []).append(rank)
+        admitted.setdefault(step.admits(facts.whereabouts(rank)), []).append(rank)
     if not admitted.get(True) and not admitted.get(False):
         return "depends on the rank"
     parts = [f"leads {rank_words(admitted[True])} here"] if admitted.get(True) else []

@@ -15,7 +15,7 @@ from safelaunch.stacks.source import context, names_called
 from safelaunch.stacks.ways_out import ways_around
 from safelaunch.verdict import suggestions
 from safelaunch.verdict.findings import Annotation, Finding, LeftLoop, stacks_of_waiters
-from safelaunch.verdict.guarding import MOST_NAMED, by_stack, whereabouts
+from safelaunch.verdict.guarding import MOST_NAMED, by_stack
 from safelaunch.verdict.own_words import explains_itself
 from safelaunch.verdict.phrases import capital, ranks_do, ranks_word
 from safelaunch.verdict.rank_state import CaseFacts
@@ -102,7 +102,7 @@ def _members_of_waits(facts: CaseFacts, ranks: Iterable[int]) -> frozenset[int]:
 
 
 def _can_differ(facts: CaseFacts, guard: Guard, ranks: Iterable[int]) -> bool:
-    return not guard.by_round and any(guard.admits(whereabouts(facts, rank)) is None for rank in ranks)
+    return not guard.by_round and any(guard.admits(facts.whereabouts(rank)) is None for rank in ranks)
 
 
 def _different_items(facts: CaseFacts, loop: SourceLoop, around: Sequence[Frame]) -> Annotation:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from safelaunch.model import Claim, Frame
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.guards import Guard, guards_of
-from safelaunch.stacks.rank_values import Whereabouts
 from safelaunch.verdict import suggestions
 from safelaunch.verdict.c10d import signature
 from safelaunch.verdict.chance import is_in_transfer, unless_random
@@ -71,7 +70,7 @@ def _advice_for_branch(facts: CaseFacts, branch: GuardedCall, named: frozenset[i
     if not branch.kept and _admitted_before(facts, branch):
         return frozenset()
     if came and kept:
-        admitted = [branch.guard.admits(whereabouts(facts, rank)) for rank in facts.world]
+        admitted = [branch.guard.admits(facts.whereabouts(rank)) for rank in facts.world]
         return frozenset({suggestions.LEFT_OUT if 2 * admitted.count(True) > len(admitted) else suggestions.GUARDED})
     return frozenset({suggestions.GUARDED if came else suggestions.LEFT_OUT})
 
@@ -127,18 +126,13 @@ def _excludes_culprit(branch: GuardedCall, named: Set[int], peers: Sequence[int]
 def _guarded_call(
     facts: CaseFacts, guard: Guard, call: Frame, ranks: Sequence[int], peers: Sequence[int]
 ) -> GuardedCall | None:
-    here = {guard.admits(whereabouts(facts, rank)) for rank in ranks}
-    admitted = {rank: guard.admits(whereabouts(facts, rank)) for rank in peers}
+    here = {guard.admits(facts.whereabouts(rank)) for rank in ranks}
+    admitted = {rank: guard.admits(facts.whereabouts(rank)) for rank in peers}
     if False in here or (admitted and all(admitted.values())):
         return None  # the guard was misread, or excludes no rank
     return GuardedCall(
         guard, call, tuple(sorted(ranks)), tuple(sorted(rank for rank, comes in admitted.items() if comes is False))
     )
-
-
-def whereabouts(facts: CaseFacts, rank: int) -> Whereabouts:
-    local = facts.ranks[rank].evidence.local_rank if rank in facts.ranks else -1
-    return Whereabouts(rank, local, facts.evidence.world_size)
 
 
 def _clause(branch: GuardedCall) -> str:
@@ -155,6 +149,6 @@ def claim_of(facts: CaseFacts, branch: GuardedCall) -> Claim:
 def guard_of(facts: CaseFacts, rank: int, peers: Iterable[int]) -> Guard | None:
     """Returns the innermost condition on the rank around the place of ``rank`` that might exclude ``peers``."""
     for guard in guards_of(facts.ranks[rank].user_stack, facts.read_source):
-        if any(guard.admits(whereabouts(facts, other)) is not True for other in peers):
+        if any(guard.admits(facts.whereabouts(other)) is not True for other in peers):
             return guard
     return None

@@ -12,6 +12,7 @@ from msgspec import structs
 from safelaunch.model import Claim, Collective, Evidence, FileLock, Frame, ProcessEvidence, RankEvidence
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
+from safelaunch.stacks.rank_values import Whereabouts
 from safelaunch.stacks.source import NO_SOURCE, ReadSource
 from safelaunch.verdict import exceptions, exits, gpu_waits, peers
 from safelaunch.verdict.alignment import Alignment
@@ -126,6 +127,10 @@ class CaseFacts:
     @property
     def unseen(self) -> frozenset[int]:
         return frozenset(self.evidence.missing_ranks) | (self.world - frozenset(self.ranks))
+
+    def whereabouts(self, rank: int) -> Whereabouts:
+        local = self.ranks[rank].evidence.local_rank if rank in self.ranks else -1
+        return Whereabouts(rank, local, self.evidence.world_size)
 
     @cached_property
     def transfers(self) -> Transfers:

@@ -18,7 +18,6 @@ from safelaunch.stacks.guards import Guard, guards_of, way_to
 from safelaunch.verdict.c10d import fits, same_op, signature
 from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.graph import Edge, Graph, Node, NodeKind
-from safelaunch.verdict.guarding import whereabouts
 from safelaunch.verdict.majority import sides_of
 from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.processes import ProcessView
@@ -143,7 +142,7 @@ def _excluded_rank(facts: CaseFacts, rank: int, own: Condition) -> AwaitedHolder
     if not _polls(own):
         return None
     for guard in guards_of(facts.ranks[rank].user_stack, facts.read_source):
-        admitted = {other: guard.admits(whereabouts(facts, other)) for other in facts.world}
+        admitted = {other: guard.admits(facts.whereabouts(other)) for other in facts.world}
         kept = [other for other, comes in admitted.items() if comes is False]
         if admitted[rank] is True and len(kept) == 1 and kept[0] in facts.ranks:
             other = kept[0]
@@ -209,7 +208,7 @@ def _setting_rank(facts: CaseFacts, rank: int, own: Condition) -> AwaitedHolder 
 
 def _is_excluded(facts: CaseFacts, rank: int, guard: Guard) -> bool:
     """Returns whether the condition excludes the rank, by its number or because it is where excluded ranks go."""
-    if guard.admits(whereabouts(facts, rank)) is False:
+    if guard.admits(facts.whereabouts(rank)) is False:
         return True
     stack = facts.ranks[rank].user_stack if rank in facts.ranks else ()
     return any(
