@@ -138,19 +138,29 @@ _DTYPES = {
 
 def describe(entry: Collective) -> str:
     """Returns, for example, ``all_reduce of float32[4]``."""
+    tensors = _tensors(entry)
+    return f"{op_name(entry)} of {tensors}" if tensors else op_name(entry)
+
+
+def _tensors(entry: Collective) -> str:
     if elements(entry.input_sizes) is None:
-        return op_name(entry)
+        return ""
     names = tuple(_DTYPES.get(name, name.lower()) for name in entry.input_dtypes)
     each = names if len(names) == len(entry.input_sizes) else names[:1] * len(entry.input_sizes)
     tensors = (_tensor(size, name) for size, name in zip(entry.input_sizes[:3], each or ("",) * 3, strict=False))
     more = f" and {len(entry.input_sizes) - 3} more" if len(entry.input_sizes) > 3 else ""
-    return f"{op_name(entry)} of {', '.join(tensors)}{more}"
+    return f"{', '.join(tensors)}{more}"
 
 
-def call_words(entry: Collective) -> str:
-    """Returns, for example, ``all_reduce #31 of group '0', float32[4]``."""
-    _, _, tensors = describe(entry).partition(" of ")
-    return f"{op_name(entry)} #{number_of(entry)} of group {entry.group!r}{f', {tensors}' if tensors else ''}"
+def call_words(entry: Collective, group: str = "") -> str:
+    """Returns, for example, ``all_reduce #31 of group '0', float32[4]``.
+
+    Args:
+        group: The group in words, if not only by torch's name for it.
+    """
+    tensors = _tensors(entry)
+    of_group = f"{op_name(entry)} #{number_of(entry)} of {group or f'group {entry.group!r}'}"
+    return f"{of_group}, {tensors}" if tensors else of_group
 
 
 def _tensor(size: tuple[int, ...], dtype: str) -> str:

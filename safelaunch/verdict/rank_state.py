@@ -119,6 +119,10 @@ class CaseFacts:
         changed = {rank: corrected for rank in ranks if (corrected := _corrected_by_peers(facts, rank)) is not None}
         return replace(facts, ranks={**ranks, **changed}) if changed else facts
 
+    def group(self, name: str | None) -> str:
+        """Returns the group in words: ``group mesh_tp ('11')``."""
+        return self.alignment.group(name)
+
     @property
     def world(self) -> frozenset[int]:
         return frozenset(range(self.evidence.world_size)) | frozenset(self.ranks)
@@ -458,8 +462,8 @@ def _condition_by_record(rank: RankEvidence, alignment: Alignment) -> Condition:
         text = f"has begun a group of operations and not ended it: {op_name(unended)}{fr.at(site)}"
         shown = f"its latest entries were never launched: {text}"
     elif last is not None:
-        text = f"made no call after {op_name(last)} #{number_of(last)} of group {last.group!r}{fr.at(site)}"
-        shown = f"last recorded call: {call_words(last)}"
+        text = f"made no call after {op_name(last)} #{number_of(last)} of {alignment.group(last.group)}{fr.at(site)}"
+        shown = f"last recorded call: {call_words(last, alignment.group(last.group))}"
     elif record is not None and record.groups and alignment.has_collectives:
         text = "did not join: its record has no pending call, and there is no stack to show where it is"
         shown = "its record has no pending call"

@@ -139,7 +139,7 @@ def _caught_skip(
     reason = f"Rank {rank} raised {exception.type} at {fr.place(exception.raised)} and continued at"
     reason += f" {fr.place(exception.caught)}, skipping the collectives that its peers called there."
     then = f" and before its #{number}" if later else "; it called no other since"
-    text = f"{exception.type} at {fr.place(exception.raised)}, after #{number - 1} of group {group!r}{then}"
+    text = f"{exception.type} at {fr.place(exception.raised)}, after #{number - 1} of {group}{then}"
     return _SkippedCalls(reason, exception.raised, Claim(text, f"ranks/{rank}/caught.json"), sure, exception.type)
 
 
@@ -188,7 +188,7 @@ def _matching_exception(facts: CaseFacts, rank: int, mismatch: Conflict | None) 
                 aligned = facts.histories.in_group(group)
                 tried[key] = later and not shown and aligned.may_have_left_out(rank, number)
             if (sure or tried[key]) and not _peers_did_too(facts, rank, group, number, exception):
-                return _caught_skip(rank, exception, group, number, later, sure=sure and later)
+                return _caught_skip(rank, exception, facts.group(group), number, later, sure=sure and later)
     return None
 
 

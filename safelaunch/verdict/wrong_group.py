@@ -135,6 +135,6 @@ def unusual(facts: CaseFacts, rank: int, site: Frame | None = None) -> str:
     if left is None or (site is None and wait.group not in (None, now)):
         return ""
     return (
-        f"Rank {rank} made its {left.matched} earlier calls at {fr.place(frame)} in group '{left.expected.group}':"
-        f" with group '{now}' it might have taken the wrong one."
+        f"Rank {rank} made its {left.matched} earlier calls at {fr.place(frame)} in {facts.group(left.expected.group)}:"
+        f" with {facts.group(now)} it might have taken the wrong one."
     )
