@@ -114,9 +114,12 @@ def _bytes(signature: Signature) -> int | None:
 
 
 def same_op(op: str, other: str) -> bool:
-    """Compares names: ``_all_gather_base`` in a record is ``all_gather_into_tensor`` or ``…_object`` on a stack."""
+    """Compares names: ``_all_gather_base`` in a record is ``all_gather_into_tensor`` or ``…_object`` on a stack.
+
+    An unknown name fits any other.
+    """
     a, b = (name.strip("_").replace("_", "") for name in (op, other))
-    return "acollective" in (a.replace(" ", ""), b.replace(" ", "")) or a in b or b in a
+    return a in b or b in a
 
 
 # torch's names of the types for which c10d has its own.
@@ -136,10 +139,10 @@ _DTYPES = {
 }
 
 
-def describe(entry: Collective) -> str:
+def describe(entry: Collective, number: str = "") -> str:
     """Returns, for example, ``all_reduce of float32[4]``."""
     tensors = _tensors(entry)
-    return f"{op_name(entry)} of {tensors}" if tensors else op_name(entry)
+    return f"{op_name(entry)}{number}{f' of {tensors}' if tensors else ''}"
 
 
 def _tensors(entry: Collective) -> str:

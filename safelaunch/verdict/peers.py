@@ -28,7 +28,7 @@ class PeerWait:
     """A rank's wait for other ranks."""
 
     kind: str  # init | collective | p2p | store
-    op: str
+    op: str  # empty if unknown
     group: str | None  # None if only a stack shows the wait
     seq: int | None
     signature: Signature  # must be equal on all ranks of the call
@@ -45,9 +45,9 @@ class PeerWait:
     tag: int | None = None
 
     @classmethod
-    def unnumbered(cls, kind: str, op: str, frame: Frame | None, claim: Claim, call: str = "") -> PeerWait:
+    def unnumbered(cls, wait: calls.TorchWait, frame: Frame | None, claim: Claim, call: str = "") -> PeerWait:
         """Returns a wait without a group or number."""
-        return cls(kind, op, None, None, (op,), frame, call or op, fr.place(frame), (claim,))
+        return cls(wait.kind, wait.op, None, None, (wait.op,), frame, call or wait.words, fr.place(frame), (claim,))
 
     @property
     def words(self) -> str:
@@ -77,7 +77,7 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
     user_frame = view.user_frame
     if torch_wait is not None and torch_wait.kind == "init":
         claim = view.stack_claim(f"{view.words} is in {torch_wait.op}")
-        return replace(PeerWait.unnumbered("init", torch_wait.op, user_frame, claim), signature=("init",))
+        return replace(PeerWait.unnumbered(torch_wait, user_frame, claim), signature=("init",))
     if torch_wait is not None:
         entry = _entry_for(torch_wait, pending, view)
         wait = _from_entry(rank, entry, alignment, view) if entry else _from_stack(view, torch_wait)
@@ -145,7 +145,7 @@ def _quiet_wait(view: View, pending: list[Collective], alignment: Alignment) -> 
     posted = not view.stack.called and _batch(view)
     recorded = view.rank.flight_record is not None and alignment.has_collectives  # sends and receives don't count
     if not native and wait.kind == "lock" and (posted or (recorded and not pending and _calls_wait(view))):
-        return _with_batch(_from_stack(view, calls.TorchWait("p2p", "a send or receive")), view)
+        return _with_batch(_from_stack(view, calls.PEER_WAITS["p2p"]), view)
     if not pending and wait.kind == "lock" and _rests_without_a_record(view):
         return _at_rest(view)
     if not pending or native == "lock" or wait.kind not in ("lock", "unknown"):
@@ -179,7 +179,7 @@ def _at_rest(view: View) -> PeerWait:
     if not calls.in_backward(view.stack):
         what, why = "work.wait()", "as for a call of torch.distributed"
     claim = view.stack_claim(f"{view.words} rests in {what} at {view.place}, {why}")
-    return PeerWait.unnumbered("collective", "a collective", view.user_frame, claim, what)
+    return PeerWait.unnumbered(calls.PEER_WAITS["peers"], view.user_frame, claim, what)
 
 
 def kernel_says_busy(view: View | None) -> bool:
@@ -225,8 +225,8 @@ def _called_op(rank: RankEvidence, entry: Collective) -> str:
 
 
 def _from_stack(view: View, torch_wait: calls.TorchWait) -> PeerWait:
-    claim = view.stack_claim(f"{view.words} waits in {torch_wait.op} at {view.place}")
-    return PeerWait.unnumbered(torch_wait.kind, torch_wait.op, view.user_frame, claim)
+    claim = view.stack_claim(f"{view.words} waits in {torch_wait.words} at {view.place}")
+    return PeerWait.unnumbered(torch_wait, view.user_frame, claim)
 
 
 def _with_arguments(wait: PeerWait, view: View, alignment: Alignment) -> PeerWait:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import TypeVar
 
 from safelaunch.model import rank_words
+from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.majority import sides_of
@@ -58,7 +59,7 @@ def wait_words(facts: CaseFacts, ranks: Iterable[int]) -> dict[int, str]:
     return {rank: _most_specific(wait, by_line[_line(wait)]) for rank, wait in waits.items()}
 
 
-_UNKNOWN_CALL = "a collective"
+_UNKNOWN_CALL = calls.UNNAMED[""]
 
 
 def _line(wait: PeerWait) -> tuple[str, int]:

@@ -238,7 +238,7 @@ def _never_exited(facts: CaseFacts, subject: RankFacts, raised: Condition) -> Ra
     raw = view.thread.frames if view.thread is not None else ()
     left, beside = calls.leaving(raw), view.beside()
     if wait is not None:
-        does, claims = f"it waits in {wait.words if wait.frame else wait.op}", wait.claims[:1]
+        does, claims = f"it waits in {wait.words if wait.frame else wait.call}", wait.claims[:1]
         advice = frozenset({EXIT_WAITS})
     elif view.user_frame is None and left and beside:
         own = thread_condition(beside[0])
@@ -482,10 +482,10 @@ def _wait_in_traceback(rank: RankEvidence) -> PeerWait | None:
     user_frame = stack.user_frame
     own = bool(stack.frames) and stack.frames[0] == user_frame
     remote = calls.RPC.on(stack.called)
-    unknown = calls.TorchWait("collective", UNKNOWN_OP if own else "a remote call" if remote else "a collective")
+    unknown = calls.TorchWait("collective", UNKNOWN_OP if own else "a remote call" if remote else "")
     torch_wait = calls.torch_wait(stack) or unknown
     claim = Claim(
         f"{rank.exception.type} reports what happened to a peer: {exceptions.one_line(rank.exception.message)}",
         f"ranks/{rank.rank}/exception.json",
     )
-    return PeerWait.unnumbered(torch_wait.kind, torch_wait.op, user_frame, claim)
+    return PeerWait.unnumbered(torch_wait, user_frame, claim)

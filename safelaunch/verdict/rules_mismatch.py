@@ -142,7 +142,7 @@ def _located(facts: CaseFacts, conflict: Conflict) -> Conflict:
     calls: dict[int, Call] = {}
     for rank, entry in conflict.entries.items():
         site, stack = _call_site(facts, rank, entry.frames)
-        numbered = f"{op_name(entry)} #{entry.seq}{names[rank].removeprefix(op_name(entry))}"
+        numbered = describe(entry, f" #{entry.seq}") if sizes_differ else f"{op_name(entry)} #{entry.seq}"
         calls[rank] = Call(f"{names[rank]} at {fr.place(site)}" if site else numbered, site, stack)
     parts = (f"{names[members[0]]} on {ranks_word(members)}" for members in conflict.sides.values())
     text = f"collective #{conflict.seq} of {facts.group(conflict.group)} is {', '.join(parts)}"
