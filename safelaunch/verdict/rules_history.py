@@ -19,7 +19,7 @@ from safelaunch.verdict.call_history import UNKNOWN
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.divergence import Difference
 from safelaunch.verdict.doubts import Doubt, doubts_if
-from safelaunch.verdict.findings import DOUBTS_OF_VOTE, Finding, Ruling, SideVote
+from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.own_words import is_outside_normal_flow
 from safelaunch.verdict.phrases import apart, capital, ranks_wait, ranks_word, wait_words
 from safelaunch.verdict.rank_state import CaseFacts
@@ -109,15 +109,14 @@ def _too_many(
     case: Case, waiting: Sequence[int], ended: Sequence[int], text: str, shown: Claim, doubts: Mapping[Doubt, bool]
 ) -> Finding:
     ends = tuple(claim for condition in conditions(case).values() for claim in condition.claims[:1])[:1]
-    vote: SideVote = "tie" if len(waiting) == len(ended) else ""
     return Finding(
         "collective-mismatch",
-        (*DOUBTS_OF_VOTE[vote], *doubts_if(doubts)),
+        doubts_if(doubts),
         f"{capital(text)}.",
         waiting_culprits(case, waiting),
         (shown, *ends, *wait_claims(case, waiting)),
         calls={**dict.fromkeys(ended, ()), **{rank: case.ranks[rank].user_stack for rank in waiting}},
-        vote=vote,
+        vote="tie" if len(waiting) == len(ended) else "",
     )
 
 
@@ -339,15 +338,14 @@ def _new_between_groups(case: Case, left: Difference) -> Finding:
     text = f"{ranks_wait(case, ranks)} in {own} for the first time; until then"
     text += f" {'it had' if len(ranks) == 1 else 'they had'} always called {usual} instead"
     others_in = {r: w for r, w in wait_words(case, case.waits.ranks_in_cycle).items() if r not in ranks}
-    vote: SideVote = "tie" if 2 * len(ranks) == len(case.waits.ranks_in_cycle) else ""
     return Finding(
         "collective-mismatch",
-        (Doubt.HABIT_ALONE, *DOUBTS_OF_VOTE[vote]),
+        (Doubt.HABIT_ALONE,),
         f"{capital(text)}; {apart(case, others_in)}.",
         waiting_culprits(case, ranks),
         wait_claims(case, case.waits.ranks_in_cycle),
         of="usual call",
-        vote=vote,
+        vote="tie" if 2 * len(ranks) == len(case.waits.ranks_in_cycle) else "",
     )
 
 

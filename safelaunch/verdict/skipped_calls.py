@@ -68,7 +68,7 @@ def caught_exception(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]
         return
     mismatch = facts.histories.first_mismatch
     fits = {c.rank: fit for c in finding.culprits if (fit := _matching_exception(facts, c.rank, mismatch)) is not None}
-    if not fits or (not finding.doubts and len(fits) < len(finding.culprits)):
+    if not fits or (not finding.all_doubts and len(fits) < len(finding.culprits)):
         return
     types = " and ".join(sorted({fit.what for fit in fits.values()}))
     words = (
@@ -85,7 +85,7 @@ def skipped_batch(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     (``break``, ``return``) is judged by that, whatever it printed.
     """
     printed_lines = _printed_lines(facts, [culprit.rank for culprit in finding.culprits])
-    if not printed_lines or (not finding.doubts and len(printed_lines) < len(finding.culprits)):
+    if not printed_lines or (not finding.all_doubts and len(printed_lines) < len(finding.culprits)):
         return
     shifts = facts.histories.shifts(facts.alignment.groups())
     if any(shift.kind == "extra" and printed_lines.keys() & set(shift.ranks) for shift in shifts):
