@@ -102,7 +102,7 @@ class CollectiveMismatch(Cause, name="collective-mismatch"):
         ),
         Advice(
             "To have c10d compare op, shape and type of every collective before it starts",
-            when=lambda case: confidence_of(case.finding.all_doubts) != "high",
+            when=lambda case: confidence_of(case.finding.doubts) != "high",
             preset=suggestions.DESYNC_PRESET,
             torch=suggestions.DESYNC_TORCH,
         ),

@@ -104,7 +104,7 @@ def _verdict(case: Case, finding: Finding, ruled_out: list[str]) -> Verdict:
         and len(case.world) > 1
         and len(named) > len(case.world - named),
     }
-    doubts = (*finding.all_doubts, *doubts_if(doubtful))
+    doubts = (*finding.doubts, *doubts_if(doubtful))
     suggestions, step = advise(case, finding)
     free = (examined.free,) if may_go_on and examined.free is not None else ()
     claims = (*finding.claims, *free, *nccl_claims(evidence), *version_claims(evidence))

@@ -190,7 +190,7 @@ def annotated(finding: Finding, annotations: Iterable[Annotation]) -> Finding:
     return replace(
         finding,
         cause=_only((note.cause for note in decisive if note.cause), finding.cause),
-        doubts=(*(() if why else finding.doubts), *(doubt for note in decisive for doubt in note.doubts)),
+        doubts=(*(() if why else finding.all_doubts), *(doubt for note in decisive for doubt in note.doubts)),
         summary=" ".join(filter(None, words)),
         culprits=_only((note.culprits for note in decisive if note.culprits is not None), finding.culprits),
         claims=(
@@ -205,7 +205,7 @@ def annotated(finding: Finding, annotations: Iterable[Annotation]) -> Finding:
         advice=frozenset(() if why else finding.advice).union(*(note.advice for note in decisive)),
         branches=(*finding.branches, *(branch for note in kept for branch in note.branches)),
         of=_only((note.of for note in decisive if note.of), finding.of),
-        vote="" if why else finding.vote,
+        vote="",  # its doubts are among the others now
     )
 
 

@@ -36,7 +36,7 @@ def node_behind(case: Case, finding: Finding) -> Iterator[Annotation]:
         return
     yield Annotation(
         f"Node {host} is behind as a whole: {ranks_word(ranks)}, and no others.",
-        doubts=finding.all_doubts if of_node == "surely" else (*finding.all_doubts, Doubt.NOT_OF_THE_NODE),
+        doubts=finding.doubts if of_node == "surely" else (*finding.doubts, Doubt.NOT_OF_THE_NODE),
         culprits=(),
         cause="node-behind",
         explains=Reason.NODE,

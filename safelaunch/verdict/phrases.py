@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import TypeVar
 
@@ -26,6 +27,13 @@ def each_of(ranks: Iterable[int]) -> str:
 
 def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+_SENTENCE = re.compile(r"(?<=[.)`])\s+(?=[A-Z`])")
+
+
+def first_sentence(text: str) -> str:
+    return _SENTENCE.split(text, maxsplit=1)[0]
 
 
 def ranks_do(ranks: Collection[int], singular: str, plural: str) -> str:
