@@ -29,12 +29,7 @@ _FORMS = (
 )
 _ONE_NAME = {form: name for name, forms in _FORMS for form in forms}
 DEFAULT_GROUPS = ("0", "", "default_pg")
-
-
-def label_of(entry: Collective) -> str:
-    """Returns the description that the group's creator gave it, or else its name."""
-    description = entry.description if entry.description not in ("", "undefined", *DEFAULT_GROUPS) else ""
-    return description or f"'{entry.group}'"
+NO_DESCRIPTION = ("undefined", *DEFAULT_GROUPS)
 
 
 def op_name(entry: Collective) -> str:
