@@ -361,6 +361,11 @@ class Culprit(Record, frozen=True, omit_defaults=False):
     left: Frame | msgspec.UnsetType = msgspec.UNSET
     """the first line of the loop that it has left and its peers are still in, only if the source shows that loop"""
 
+    @property
+    def does(self) -> str:
+        """What it does: the reason without the rank."""
+        return self.reason.removeprefix(f"Rank {self.rank} ")
+
 
 class ProcessAtFault(Record, frozen=True, omit_defaults=False):
     """A process at fault, if its rank isn't known."""

@@ -127,9 +127,8 @@ def _beside(facts: CaseFacts, culprit: Culprit, stack: Sequence[Frame]) -> dict[
 
 
 def _reasons(ranks: Sequence[int], named: Mapping[int, Culprit]) -> list[str]:
-    starts = [f"Rank {rank} " for rank in ranks]
-    alike = {named[rank].reason.removeprefix(start) for rank, start in zip(ranks, starts, strict=True)}
-    if len(ranks) > 1 and len(alike) == 1 and named[ranks[0]].reason.startswith(starts[0]):
+    alike = {named[rank].does for rank in ranks}
+    if len(ranks) > 1 and len(alike) == 1 and named[ranks[0]].reason not in alike:
         return [f"Each of {rank_words(ranks)} {alike.pop()}"]
     return list(dict.fromkeys(named[rank].reason for rank in ranks[:3]))
 

@@ -6,7 +6,6 @@ few hundred kilobytes. The page's scripts insert the job's names and messages, w
 
 from __future__ import annotations
 
-import re
 import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -38,6 +37,7 @@ from safelaunch.report.tables import Frames, Paths, hosts_word
 from safelaunch.stacks.source import ReadSource
 from safelaunch.system.printable import clean
 from safelaunch.verdict.device_mesh import mesh
+from safelaunch.verdict.phrases import first_sentence
 from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.unnamed import numbered
 
@@ -100,7 +100,7 @@ def _head(verdict: Verdict, facts: CaseFacts, evidence: Evidence, about: ReportH
         "words": OUTCOMES[verdict.outcome],
         "cause": verdict.cause,
         "summary": verdict.summary,
-        "more": clean(verdict.summary)[len(_first_sentence(clean(verdict.summary))) :].strip(),
+        "more": clean(verdict.summary)[len(first_sentence(clean(verdict.summary))) :].strip(),
         "confidence": verdict.confidence,
         "sure": confidence_sentence(verdict),
         "now": sentence(now_words(verdict)),
@@ -122,12 +122,6 @@ def _head(verdict: Verdict, facts: CaseFacts, evidence: Evidence, about: ReportH
         "command": _command(about.launch.as_typed),
         "bundle": about.bundle,
     }
-
-
-def _first_sentence(text: str) -> str:
-    # as the title of the page
-    match = re.match(r".+?[.](?= [A-Z`])", text)
-    return match[0] if match is not None and len(match[0]) > 20 else text
 
 
 def _facts(verdict: Verdict, facts: CaseFacts, evidence: Evidence, about: ReportHeader) -> Iterable[tuple[str, str]]:

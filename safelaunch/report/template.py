@@ -12,8 +12,8 @@ from importlib import resources
 from math import isfinite
 from typing import Any
 
-from safelaunch.report.page import _first_sentence
 from safelaunch.system.printable import clean, clean_json
+from safelaunch.verdict.phrases import first_sentence
 
 _STYLE, _SCRIPT, _COMMON = "report.css", "report.js", "common.js"
 
@@ -45,7 +45,7 @@ def render(page: dict[str, Any], script: str | None = None) -> str:
         "base-uri 'none'; form-action 'none'",
         "outcome": escape(head["words"].capitalize()),
         "cause": escape(head["cause"]),
-        "summary": escape(_first_sentence(clean(head["summary"]))),
+        "summary": escape(first_sentence(clean(head["summary"]))),
         "style": _part(_STYLE),
         "data": data,
         "script": code,

@@ -15,6 +15,7 @@ _NO_ROOM = "there was no memory left to allocate"
 class Abort:
     words: str
     means: str = ""  # explanation, unless the message needs none
+    has_sizes: bool = False  # the message has the sizes that don't match
 
 
 # The first match wins; ``{...}`` is a named group of the pattern.
@@ -55,7 +56,7 @@ def last_abort(log: str) -> Abort | None:
         words = f"{before} {line}" if line.startswith("what(): ") and before.startswith("terminate called") else line
         for pattern, means in _ABORTS:
             if hit := pattern.search(words):
-                return Abort(words, means.format(**hit.groupdict()))
+                return Abort(words, means.format(**hit.groupdict()), bool(hit.groupdict()))
     return None
 
 

@@ -62,7 +62,14 @@ _RUNNERS = frozenset({"_run_code", "_run_module_code", "_run_module_as_main", "_
 @dataclass(frozen=True)
 class TorchWait:
     kind: str  # "init" | "collective" | "p2p" | "teardown"
-    op: str  # public function nearest to the user's line
+    op: str = ""  # public function nearest to the user's line, or what only C frames show
+
+    @property
+    def words(self) -> str:
+        return UNNAMED.get(self.op, self.op)
+
+
+UNNAMED = {"": "a collective", "send/recv": "a send or receive", "store": "a store key"}
 
 
 def torch_wait(stack: Stack) -> TorchWait | None:
@@ -320,9 +327,9 @@ TRANSFERS: Answers = (("send", ("SendWork",)), ("recv", ("RecvWork",)))
 SLEEPS: Answers = (("sqlite", ("sqlite3",)), ("python", ("time_sleep", "pysleep")))  # sqlite polls for a lock
 # Waits for other ranks that only C frames show: ``work.wait()`` or ``store.get()`` on the user's line.
 PEER_WAITS = {
-    "p2p": TorchWait("p2p", "a send or receive"),
-    "store": TorchWait("store", "a store key"),
-    "peers": TorchWait("collective", "a collective"),
+    "p2p": TorchWait("p2p", "send/recv"),
+    "store": TorchWait("store", "store"),
+    "peers": TorchWait("collective"),
 }
 
 

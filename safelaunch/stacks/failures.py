@@ -22,13 +22,9 @@ class KnownFailure:
     means: str  # as a clause
     own: bool  # this rank failed independently of its peers
     text: str
-
-    @property
-    def general(self) -> bool:
-        return self.means.endswith(_IN_THE_LOG)
+    general: bool  # only NCCL's log shows which call failed
 
 
-_IN_THE_LOG = "NCCL's log has the call"
 _DEFAULTS = {"peer": "a peer", "what": "the driver refused it"}
 
 
@@ -159,6 +155,15 @@ _KINDS: tuple[tuple[FailureKind, bool, str, str], ...] = (
         r"|devicemesh only supports? homogeneous hardware",
         "the device mesh's dimensions don't multiply to the world size",
     ),
+    (
+        "mesh",
+        True,
+        r"the new group's rank should be within",
+        "a process group lists ranks that this job doesn't have",
+    ),
+)
+_IN_THE_LOG = "NCCL's log has the call"
+_GENERAL: tuple[tuple[FailureKind, bool, str, str], ...] = (
     ("nccl-cuda", True, r"unhandled cuda error|ncclunhandledcudaerror", f"a CUDA call of NCCL failed; {_IN_THE_LOG}"),
     (
         "nccl-system",
@@ -171,12 +176,6 @@ _KINDS: tuple[tuple[FailureKind, bool, str, str], ...] = (
         True,
         r"nccl error[^\n]*internal error[^\n]*\nncclinternalerror[^\n]*(?:\nlast error:)?\s*\Z",
         f"a check inside NCCL failed (up to NCCL 2.18, also after a lost connection); {_IN_THE_LOG}",
-    ),
-    (
-        "mesh",
-        True,
-        r"the new group's rank should be within",
-        "a process group lists ranks that this job doesn't have",
     ),
 )
 
@@ -216,11 +215,12 @@ def fingerprints(message: str) -> dict[int, Fingerprint]:
 
 
 def failure(text: str) -> KnownFailure | None:
-    for kind, own, pattern, means in _KINDS:
+    for row in (*_KINDS, *_GENERAL):
+        kind, own, pattern, means = row
         hit = re.search(pattern, text, re.IGNORECASE)
         if hit is not None:
             values = {name: value or _DEFAULTS.get(name, "") for name, value in hit.groupdict().items()}
-            return KnownFailure(kind, means.format(**values), own, text)
+            return KnownFailure(kind, means.format(**values), own, text, row in _GENERAL)
     return None
 
 

@@ -32,7 +32,7 @@ _WCHAN: tuple[tuple[str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 _LOCKS = frozenset({"flock", "fcntl"})
-_LOCKED_BY = ", locked by pid "
+_LOCKED_BY = ", locked by "
 WRITES = frozenset({"write", "writev", "pwrite64", "pwritev", "send", "sendto", "sendmsg", "sendmmsg", "sendfile"})
 
 BUSY_SHARE = 0.2  # share of a core between the samples; cores can be shared, waits use under 0.02
@@ -57,7 +57,7 @@ class KernelWait:
     @property
     def lock_holder(self) -> str:
         """Process that holds the wanted lock, as described by the kernel: ``pid 71 (python, since ...)``."""
-        return "".join(self.thread.fd_target.partition(_LOCKED_BY)[1:]).removeprefix(", locked by ")
+        return self.thread.fd_target.partition(_LOCKED_BY)[2]
 
     @property
     def writes(self) -> bool:

@@ -29,15 +29,12 @@ class WayOut:
     goes: str  # ``continue``, ``break``, ``return``, or "behind the `try`"
     after: str  # the enclosing ``except`` or ``if``
     skips: tuple[range, ...]  # lines
+    swallows: bool  # it handles an exception
 
     @property
     def words(self) -> str:
         """``if bad(batch): continue``, or ``except OSError`` if the code continues after the ``try``."""
         return f"{self.after}: {self.goes}" if self.goes == "continue" else self.after
-
-    @property
-    def swallows(self) -> bool:
-        return self.after.startswith("except")
 
     def has_printed(self, line: str) -> bool:
         at = 0
@@ -102,16 +99,17 @@ def _left(
     leaves = isinstance(last, (ast.Continue, ast.Break, ast.Return))
     if last is None or isinstance(last, ast.Raise) or not (leaves or tried):
         return
-    skips = [tried] if tried is not None else []
+    skips: tuple[range, ...] = (tried,) if tried is not None else ()
     if isinstance(last, ast.Return):
-        skips.append(range((loop or last).lineno, function_end + 1))
+        skips += (range((loop or last).lineno, function_end + 1),)
     elif leaves and loop is not None:
-        skips.append(range((last if isinstance(last, ast.Continue) else loop).lineno, src.end_of(loop) + 1))
+        skips += (range((last if isinstance(last, ast.Continue) else loop).lineno, src.end_of(loop) + 1),)
     goes = type(last).__name__.lower() if leaves else "behind the `try`"
     for statement in block:
         parts = _prints(statement)
         if parts or statement is last:
-            yield WayOut(Frame(frame.file, statement.lineno, frame.function), parts, goes, after, tuple(skips))
+            at = Frame(frame.file, statement.lineno, frame.function)
+            yield WayOut(at, parts, goes, after, skips, tried is not None)
 
 
 def _prints(statement: ast.stmt) -> tuple[str, ...]:

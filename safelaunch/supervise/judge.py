@@ -209,9 +209,7 @@ def _examined(case: Case) -> ProofResult:
 
 
 def _limits_of(case: Case, mark_s: float) -> tuple[Limits, str]:
-    """Returns when torch will end the first recorded call that a rank is waiting in, and the call's group."""
-    from safelaunch.verdict.c10d import label_of
-
+    """Returns when torch will end the first recorded call that a rank is waiting in, and the call's group in words."""
     limits: list[tuple[float, str, bool]] = []
     for rank, state in case.ranks.items():
         wait = state.wait
@@ -221,11 +219,11 @@ def _limits_of(case: Case, mark_s: float) -> tuple[Limits, str]:
         for entry in calls_of:
             if entry is not None and entry.group == wait.group and entry.timeout_ms and entry.created_ns:
                 unix_s = entry.created_ns / 1e9 + entry.timeout_ms / 1000
-                limits.append((unix_s, label_of(entry), entry.by_gloo))
+                limits.append((unix_s, entry.group, entry.by_gloo))
     if not limits:
         return UNLIMITED, ""
     unix_s, group, raises = min(limits)
-    return Limits(unix_s - time.time() + time.monotonic() - mark_s, raises), group
+    return Limits(unix_s - time.time() + time.monotonic() - mark_s, raises), case.group(group)
 
 
 def judge(looks: Looks, evidence: Evidence, background: Background, *, covers: bool, mark_s: float) -> Judgement:

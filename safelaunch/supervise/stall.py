@@ -458,7 +458,7 @@ class StallCase:
             return "--startup-timeout" if at_start else "--stall-timeout"
         if policy.is_given(stall) or policy.max_stall_given:
             return "--max-stall"
-        return f"the timeout of group {judgement.group}" if judgement.group else ""
+        return f"the timeout of {judgement.group}" if judgement.group else ""
 
     def _say_waiting(self, stall: Stall, judgement: Judgement, now: float) -> None:
         if self._last_reported == judgement.condition and now < self._remind_s:

@@ -156,7 +156,7 @@ class Scene:
     @property
     def over_gloo(self) -> bool:
         kinds = (Entries.of(record.entries).used().values() for record in self.facts.alignment.records.values())
-        return any(kind.op.startswith("gloo:") for used in kinds for kind in used)
+        return any(kind.by_gloo for used in kinds for kind in used)
 
     @property
     def without_stack(self) -> bool:

@@ -14,7 +14,7 @@ from msgspec import structs
 from safelaunch.model import Collective, FlightRecord, RankEvidence
 from safelaunch.model.entries import Entries, Same
 from safelaunch.stacks.frames import Stack, stack_of
-from safelaunch.verdict.c10d import DEFAULT_GROUPS, number_of
+from safelaunch.verdict.c10d import DEFAULT_GROUPS, NO_DESCRIPTION, number_of
 from safelaunch.verdict.columns import Window, windows_of
 from safelaunch.verdict.comparable import NOT_LAUNCHED, comparable
 
@@ -259,6 +259,26 @@ class Alignment:
         if rank in self.records:
             return self.records[rank].groups
         return self._ranks[rank].gil.groups if rank in self._ranks else {}
+
+    def labels_of(self, rank: int) -> dict[str, str]:
+        """Returns the descriptions that the creators of groups gave them; empty if none."""
+        labels = {kind.group: kind.description for kind in self.ring(rank).used().values()}
+        labels |= {name: text for name, text in self._ranks[rank].gil.called.items() if text not in NO_DESCRIPTION}
+        return {name: text if text not in NO_DESCRIPTION else "" for name, text in labels.items()}
+
+    @cached_property
+    def _labels(self) -> dict[str | None, str]:
+        """The description of each group that has the same one on all ranks."""
+        labels: dict[str, set[str]] = {}
+        for rank in self._ranks:
+            for name, label in self.labels_of(rank).items():
+                labels.setdefault(name, set()).add(label)
+        return {name: label for name, (label, *others) in labels.items() if not others}
+
+    def group(self, name: str | None) -> str:
+        """Returns the group's name in words, with its description: ``group '0'``, ``group mesh_tp ('11')``."""
+        label = self._labels.get(name)
+        return f"group {label} ({name!r})" if label else f"group {name!r}"
 
     def _find_members(self, group: str) -> tuple[frozenset[int], bool]:
         world = frozenset(range(self.world_size))

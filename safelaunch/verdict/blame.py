@@ -10,7 +10,7 @@ from safelaunch.model import Claim, Culprit, Frame
 from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.conflict import Call, Conflict
 from safelaunch.verdict.doubts import Doubt, levels_of
-from safelaunch.verdict.findings import DOUBTS_OF_VOTE, Finding, LeftLoop
+from safelaunch.verdict.findings import Finding, LeftLoop
 from safelaunch.verdict.phrases import apart, capital, ranks_wait, summary_of, wait_verb
 from safelaunch.verdict.rank_state import CaseFacts, RankFacts
 from safelaunch.verdict.suggestions import Advice
@@ -111,7 +111,7 @@ def blame_calls(facts: CaseFacts, conflict: Conflict, summary: str = "") -> Find
     alone = [rank for rank in blamed if rank in facts.waiting and facts.waiting[rank].kind == "p2p"]
     return Finding(
         conflict.cause,
-        (*conflict.doubts, *of_loop, *DOUBTS_OF_VOTE[conflict.vote]),
+        (*conflict.doubts, *of_loop),
         summary or f"{capital(apart(facts, {rank: calls[rank].words for rank in in_order}))}{note}.{tail}",
         tuple(_odd_culprit(facts, rank, calls[rank]) for rank in conflict.odd),
         conflict.claims + wait_claims(facts, calls),

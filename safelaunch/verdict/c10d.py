@@ -29,12 +29,7 @@ _FORMS = (
 )
 _ONE_NAME = {form: name for name, forms in _FORMS for form in forms}
 DEFAULT_GROUPS = ("0", "", "default_pg")
-
-
-def label_of(entry: Collective) -> str:
-    """Returns the description that the group's creator gave it, or else its name."""
-    description = entry.description if entry.description not in ("", "undefined", *DEFAULT_GROUPS) else ""
-    return description or f"'{entry.group}'"
+NO_DESCRIPTION = ("undefined", *DEFAULT_GROUPS)
 
 
 def op_name(entry: Collective) -> str:
@@ -114,9 +109,12 @@ def _bytes(signature: Signature) -> int | None:
 
 
 def same_op(op: str, other: str) -> bool:
-    """Compares names: ``_all_gather_base`` in a record is ``all_gather_into_tensor`` or ``…_object`` on a stack."""
+    """Compares names: ``_all_gather_base`` in a record is ``all_gather_into_tensor`` or ``…_object`` on a stack.
+
+    An unknown name fits any other.
+    """
     a, b = (name.strip("_").replace("_", "") for name in (op, other))
-    return "acollective" in (a.replace(" ", ""), b.replace(" ", "")) or a in b or b in a
+    return a in b or b in a
 
 
 # torch's names of the types for which c10d has its own.
@@ -136,21 +134,31 @@ _DTYPES = {
 }
 
 
-def describe(entry: Collective) -> str:
+def describe(entry: Collective, number: str = "") -> str:
     """Returns, for example, ``all_reduce of float32[4]``."""
+    tensors = _tensors(entry)
+    return f"{op_name(entry)}{number}{f' of {tensors}' if tensors else ''}"
+
+
+def _tensors(entry: Collective) -> str:
     if elements(entry.input_sizes) is None:
-        return op_name(entry)
+        return ""
     names = tuple(_DTYPES.get(name, name.lower()) for name in entry.input_dtypes)
     each = names if len(names) == len(entry.input_sizes) else names[:1] * len(entry.input_sizes)
     tensors = (_tensor(size, name) for size, name in zip(entry.input_sizes[:3], each or ("",) * 3, strict=False))
     more = f" and {len(entry.input_sizes) - 3} more" if len(entry.input_sizes) > 3 else ""
-    return f"{op_name(entry)} of {', '.join(tensors)}{more}"
+    return f"{', '.join(tensors)}{more}"
 
 
-def call_words(entry: Collective) -> str:
-    """Returns, for example, ``all_reduce #31 of group '0', float32[4]``."""
-    _, _, tensors = describe(entry).partition(" of ")
-    return f"{op_name(entry)} #{number_of(entry)} of group {entry.group!r}{f', {tensors}' if tensors else ''}"
+def call_words(entry: Collective, group: str = "") -> str:
+    """Returns, for example, ``all_reduce #31 of group '0', float32[4]``.
+
+    Args:
+        group: The group in words, if not only by torch's name for it.
+    """
+    tensors = _tensors(entry)
+    of_group = f"{op_name(entry)} #{number_of(entry)} of {group or f'group {entry.group!r}'}"
+    return f"{of_group}, {tensors}" if tensors else of_group
 
 
 def _tensor(size: tuple[int, ...], dtype: str) -> str:

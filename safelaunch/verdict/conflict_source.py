@@ -91,7 +91,7 @@ def _judged(conflict: Conflict, left: LeftLoop) -> Conflict:
     # If the sides are equal, the ranks that left the loop had fewer batches; otherwise the minority had more, or fewer.
     # If another loop encloses both, earlier rounds decide: if each had as many calls, ``behind`` skipped the call that
     # ends the loop; if that is unknown, either side might be odd, and the majority counts.
-    doubts = tuple(Doubt.STACKS_ALONE if doubt is Doubt.LINES_ALONE else doubt for doubt in conflict.doubts)
+    doubts = (Doubt.STACKS_ALONE,) if conflict.doubts else ()  # the loop shows more than the lines
     conflict = replace(conflict, doubts=doubts, of=left)
     if left.sure or left.by_habit:
         minority = left.behind if left.by_habit or len(left.behind) < len(left.ahead) else left.ahead

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from math import prod
 
-from safelaunch.verdict.groups import group_labels
 from safelaunch.verdict.rank_state import CaseFacts
 
 _MESH_PREFIX = "mesh_"  # prefix of the description of a DeviceMesh's groups, before the dimension's name
@@ -20,7 +19,7 @@ def mesh(facts: CaseFacts) -> tuple[tuple[str, int], ...]:
 
 
 def _dimensions(facts: CaseFacts, rank: int) -> tuple[tuple[str, int], ...]:
-    labels, dimensions = group_labels(facts, rank), []
+    labels, dimensions = facts.alignment.labels_of(rank), []
     for name, members in facts.alignment.groups_of(rank).items():
         label = labels.get(name, "")
         if label.startswith(_MESH_PREFIX) and rank in members:

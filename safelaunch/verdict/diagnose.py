@@ -20,7 +20,6 @@ from safelaunch.verdict.exceptions import with_gathered_errors
 from safelaunch.verdict.exits import GONE_CAUSES, was_a_hang
 from safelaunch.verdict.explanations import EXPLANATIONS
 from safelaunch.verdict.findings import Finding, annotated
-from safelaunch.verdict.groups import with_group_names
 from safelaunch.verdict.hardware import with_gpus, with_repeats
 from safelaunch.verdict.majority import sides_of
 from safelaunch.verdict.nccl_witness import nccl_claims, nccl_rules_out
@@ -56,7 +55,7 @@ def diagnose(evidence: Evidence, read_source: ReadSource | None = None) -> Verdi
     for explanations in EXPLANATIONS:
         finding = with_loops_left(case, finding)
         finding = annotated(finding, [note for explanation in explanations for note in explanation.of(case, finding)])
-    finding = with_stall_duration(case, with_group_names(case, finding))
+    finding = with_stall_duration(case, finding)
     if evidence.labels and (verdict_on_ranks := _verdict_on_known_ranks(evidence, finding, read_source)) is not None:
         return verdict_on_ranks
     verdict = with_gpus(_verdict(case, finding, ruled_out), evidence)

@@ -32,7 +32,7 @@ _ADVICE: Mapping[object, frozenset[Advice]] = {
 
 # How sure it is which of the sides that don't meet is at fault: the minority, none, or perhaps the other one.
 SideVote = Literal["", "tie", "open", "two to one"]
-DOUBTS_OF_VOTE: Mapping[SideVote, tuple[Doubt, ...]] = {
+_DOUBTS_OF_VOTE: Mapping[SideVote, tuple[Doubt, ...]] = {
     "": (),
     "tie": (Doubt.NO_MAJORITY,),
     "open": (Doubt.EITHER_SIDE,),
@@ -141,6 +141,10 @@ class Finding:
     vote: SideVote = ""
 
     @property
+    def all_doubts(self) -> tuple[Doubt, ...]:
+        return (*self.doubts, *_DOUBTS_OF_VOTE[self.vote])
+
+    @property
     def all_advice(self) -> frozenset[Advice]:
         return self.advice | _ADVICE.get(self.of, frozenset())
 
@@ -186,7 +190,7 @@ def annotated(finding: Finding, annotations: Iterable[Annotation]) -> Finding:
     return replace(
         finding,
         cause=_only((note.cause for note in decisive if note.cause), finding.cause),
-        doubts=(*(() if why else finding.doubts), *(doubt for note in decisive for doubt in note.doubts)),
+        doubts=(*(() if why else finding.all_doubts), *(doubt for note in decisive for doubt in note.doubts)),
         summary=" ".join(filter(None, words)),
         culprits=_only((note.culprits for note in decisive if note.culprits is not None), finding.culprits),
         claims=(
@@ -201,6 +205,7 @@ def annotated(finding: Finding, annotations: Iterable[Annotation]) -> Finding:
         advice=frozenset(() if why else finding.advice).union(*(note.advice for note in decisive)),
         branches=(*finding.branches, *(branch for note in kept for branch in note.branches)),
         of=_only((note.of for note in decisive if note.of), finding.of),
+        vote="",  # its doubts are among the others now
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 
 from safelaunch.model import Evidence, FirstWord, Place
@@ -14,6 +13,7 @@ from safelaunch.verdict.phrases import (
     apart,
     by_place,
     clause_of,
+    first_sentence,
     ranks_do,
     wait_words,
 )
@@ -21,7 +21,6 @@ from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.thread_view import view_of
 
 _MOST_CHARACTERS = 400
-_SENTENCE = re.compile(r"(?<=[.)`])\s+(?=[A-Z`])")
 _IMPORTING = "<frozen importlib"
 
 
@@ -30,7 +29,7 @@ def first_word(evidence: Evidence, read_source: ReadSource | None = None) -> Fir
     verdict = diagnose(evidence, read_source)
     if evidence.missing_ranks and not verdict.culprits:
         return _first_word_of_seen(evidence)
-    words = _SENTENCE.split(verdict.summary, maxsplit=1)[0].rstrip(".")
+    words = first_sentence(verdict.summary).rstrip(".")
     places = tuple(Place(culprit.rank, culprit.frame) for culprit in verdict.culprits)
     common = not places or any(_imports(evidence, place.rank) for place in places)
     return FirstWord(_clause(words), verdict.cause, places, common)

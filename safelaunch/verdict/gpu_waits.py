@@ -66,7 +66,7 @@ def device_condition(rank: RankEvidence, alignment: Alignment) -> Condition | No
         return None
     frame = fr.stack_of(rank, first.frames).user_frame
     text = f"waits for its GPU: {what}" + (f", at {fr.place(frame)}" if frame else "")
-    claim = record_claim(rank.rank, f"{op_name(first)} #{first.seq} of group {first.group!r}: {what}")
+    claim = record_claim(rank.rank, f"{op_name(first)} #{first.seq} of {alignment.group(first.group)}: {what}")
     return Condition("gpu-kernel", text, frame, rank.pid, doubts=(Doubt.RECORD_ALONE,), claims=(claim,))
 
 

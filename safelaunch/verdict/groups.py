@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from dataclasses import replace
 
-import msgspec
-
-from safelaunch.model import Claim, RankEvidence
-from safelaunch.verdict.c10d import DEFAULT_GROUPS, label_of
+from safelaunch.model import Claim
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.phrases import ranks_word
-from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.waits import Case
 
 MOST_RANKS, MOST_GROUPS = 4, 6
@@ -40,48 +34,10 @@ def _claims(case: Case, rank: int) -> Iterator[Claim]:
 
 def _groups(case: Case, rank: int) -> dict[tuple[int, ...], str]:
     """Returns the groups that the rank shares with some ranks, but not with all, the smallest first."""
-    labels = group_labels(case, rank)
+    labels = case.alignment.labels_of(rank)
     names: dict[tuple[int, ...], str] = {}
     for name, ranks in case.alignment.groups_of(rank).items():
         members = tuple(sorted(ranks))
         if rank in members and 1 < len(members) < len(case.world):
             names.setdefault(members, labels.get(name) or f"'{name.partition(' of ranks ')[0]}'")
     return dict(sorted(names.items(), key=lambda item: (len(item[0]), item[0])))
-
-
-def with_group_names(case: Case, finding: Finding) -> Finding:
-    """Adds a group's description to the name that torch gave it: ``group mesh_tp ('11')``."""
-    called: dict[str, set[str]] = {}
-    for rank in case.ranks:
-        for name, label in group_labels(case, rank).items():
-            called.setdefault(name, set()).add(label)
-    sure = {name: min(labels) for name, labels in called.items() if len(labels) == 1}
-
-    def with_labels(text: str) -> str:
-        return _QUOTED.sub(lambda match: _with_label(match[0], match[1], sure.get(match[1], "")), text)
-
-    return replace(
-        finding,
-        summary=with_labels(finding.summary),
-        claims=tuple(msgspec.structs.replace(claim, claim=with_labels(claim.claim)) for claim in finding.claims),
-        culprits=tuple(
-            msgspec.structs.replace(culprit, reason=with_labels(culprit.reason)) for culprit in finding.culprits
-        ),
-        ruled_out=tuple(map(with_labels, finding.ruled_out)),
-    )
-
-
-_QUOTED = re.compile(r"\bgroup '([^']{1,64})'")
-
-
-def _with_label(text: str, name: str, label: str) -> str:
-    return f"group {label} ('{name}')" if label and not label.startswith("'") else text
-
-
-def group_labels(facts: CaseFacts, rank: int) -> dict[str, str]:
-    own_labels, used = _own_labels(facts.ranks[rank].evidence), facts.alignment.ring(rank).used().values()
-    return {**own_labels, **{kind.group: own_labels.get(kind.group) or label_of(kind) for kind in used}}
-
-
-def _own_labels(rank: RankEvidence) -> dict[str, str]:
-    return {name: text for name, text in rank.gil.called.items() if text not in ("undefined", *DEFAULT_GROUPS)}

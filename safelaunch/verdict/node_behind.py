@@ -24,10 +24,10 @@ def node_behind(case: Case, finding: Finding) -> Iterator[Annotation]:
     if node is None or case.unseen:
         return
     host, ranks = node
-    reasons = dict.fromkeys(culprit.reason.removeprefix(f"Rank {culprit.rank} ") for culprit in finding.culprits)
-    reason = f"each of its ranks {next(iter(reasons)).rstrip('.')}"
-    if len(reasons) > 1:
-        first = next(iter(reasons)).rstrip(".")
+    does = dict.fromkeys(culprit.does.rstrip(".") for culprit in finding.culprits)
+    first, *others = does
+    reason = f"each of its ranks {first}"
+    if others:
         reason = f"all of its ranks are behind: rank {next(iter(ranks))} {first}, and others likewise"
     at_fault = (NodeAtFault(host, format_ranks(ranks), reason),)
     of_node = CAUSES[finding.cause].of_node

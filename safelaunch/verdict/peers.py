@@ -28,7 +28,7 @@ class PeerWait:
     """A rank's wait for other ranks."""
 
     kind: str  # init | collective | p2p | store
-    op: str
+    op: str  # empty if unknown
     group: str | None  # None if only a stack shows the wait
     seq: int | None
     signature: Signature  # must be equal on all ranks of the call
@@ -45,9 +45,9 @@ class PeerWait:
     tag: int | None = None
 
     @classmethod
-    def unnumbered(cls, kind: str, op: str, frame: Frame | None, claim: Claim, call: str = "") -> PeerWait:
+    def unnumbered(cls, wait: calls.TorchWait, frame: Frame | None, claim: Claim, call: str = "") -> PeerWait:
         """Returns a wait without a group or number."""
-        return cls(kind, op, None, None, (op,), frame, call or op, fr.place(frame), (claim,))
+        return cls(wait.kind, wait.op, None, None, (wait.op,), frame, call or wait.words, fr.place(frame), (claim,))
 
     @property
     def words(self) -> str:
@@ -72,18 +72,18 @@ def peer_wait(rank: RankEvidence, view: View | None, alignment: Alignment) -> Pe
     pending = _of_thread(view, alignment.pending(rank.rank))
     if view is None or not view.frames:
         begun = next((entry for entry in pending if entry.started), pending[0] if pending else None)
-        return _from_entry(rank, begun) if begun is not None and not kernel_says_busy(view) else None
+        return _from_entry(rank, begun, alignment) if begun is not None and not kernel_says_busy(view) else None
     torch_wait = view.awaited.peers
     user_frame = view.user_frame
     if torch_wait is not None and torch_wait.kind == "init":
         claim = view.stack_claim(f"{view.words} is in {torch_wait.op}")
-        return replace(PeerWait.unnumbered("init", torch_wait.op, user_frame, claim), signature=("init",))
+        return replace(PeerWait.unnumbered(torch_wait, user_frame, claim), signature=("init",))
     if torch_wait is not None:
         entry = _entry_for(torch_wait, pending, view)
-        wait = _from_entry(rank, entry, view) if entry else _from_stack(view, torch_wait)
+        wait = _from_entry(rank, entry, alignment, view) if entry else _from_stack(view, torch_wait)
         return _with_arguments(wait, view, alignment)
     if pending and view.device:  # it might spin on work that the device doesn't finish
-        return _from_entry(rank, next((entry for entry in pending if entry.started), pending[0]), view)
+        return _from_entry(rank, next((entry for entry in pending if entry.started), pending[0]), alignment, view)
     return _quiet_wait(view, pending, alignment)
 
 
@@ -137,19 +137,21 @@ def _quiet_wait(view: View, pending: list[Collective], alignment: Alignment) -> 
         return None  # it waits for the rank that should set the key, not for all
     if torch_wait is not None and not wait.busy:
         entry = _entry_for(None, pending, view) if torch_wait.kind == "collective" else None
-        return _from_entry(view.rank, entry, view) if entry else _with_batch(_from_stack(view, torch_wait), view)
+        if entry is not None:
+            return _from_entry(view.rank, entry, alignment, view)
+        return _with_batch(_from_stack(view, torch_wait), view)
     if pending and view.poll is not None and view.poll.of == "work":
-        return _from_entry(view.rank, pending[0], view)
+        return _from_entry(view.rank, pending[0], alignment, view)
     posted = not view.stack.called and _batch(view)
     recorded = view.rank.flight_record is not None and alignment.has_collectives  # sends and receives don't count
     if not native and wait.kind == "lock" and (posted or (recorded and not pending and _calls_wait(view))):
-        return _with_batch(_from_stack(view, calls.TorchWait("p2p", "a send or receive")), view)
+        return _with_batch(_from_stack(view, calls.PEER_WAITS["p2p"]), view)
     if not pending and wait.kind == "lock" and _rests_without_a_record(view):
         return _at_rest(view)
     if not pending or native == "lock" or wait.kind not in ("lock", "unknown"):
         return None
     if calls.in_torch(view.stack) or (view.user_frame is not None and not view.stack.called):
-        return _from_entry(view.rank, pending[0], view)
+        return _from_entry(view.rank, pending[0], alignment, view)
     return None
 
 
@@ -177,7 +179,7 @@ def _at_rest(view: View) -> PeerWait:
     if not calls.in_backward(view.stack):
         what, why = "work.wait()", "as for a call of torch.distributed"
     claim = view.stack_claim(f"{view.words} rests in {what} at {view.place}, {why}")
-    return PeerWait.unnumbered("collective", "a collective", view.user_frame, claim, what)
+    return PeerWait.unnumbered(calls.PEER_WAITS["peers"], view.user_frame, claim, what)
 
 
 def kernel_says_busy(view: View | None) -> bool:
@@ -194,7 +196,7 @@ def _entry_for(torch_wait: calls.TorchWait | None, pending: list[Collective], vi
     return next(reversed(named or possible), None)
 
 
-def _from_entry(rank: RankEvidence, entry: Collective, view: View | None = None) -> PeerWait:
+def _from_entry(rank: RankEvidence, entry: Collective, alignment: Alignment, view: View | None = None) -> PeerWait:
     user_frame = view.user_frame if view is not None else None
     called = fr.stack_of(rank, entry.frames).user_frame
     site, number, op = user_frame or called, number_of(entry), _called_op(rank, entry)
@@ -206,7 +208,7 @@ def _from_entry(rank: RankEvidence, entry: Collective, view: View | None = None)
     )
     if elsewhere and view is not None and not calls.C10D.on(view.stack.called):  # in ``work.wait()`` or a synchronize
         detail = f" of {fr.place(called)}"
-    text = f"pending: {call_words(entry)}"
+    text = f"pending: {call_words(entry, alignment.group(entry.group))}"
     claim = record_claim(rank.rank, text)
     stack = (
         (view.stack_claim(f"{view.words} waits at {fr.place(user_frame)}"),) if view is not None and user_frame else ()
@@ -223,8 +225,8 @@ def _called_op(rank: RankEvidence, entry: Collective) -> str:
 
 
 def _from_stack(view: View, torch_wait: calls.TorchWait) -> PeerWait:
-    claim = view.stack_claim(f"{view.words} waits in {torch_wait.op} at {view.place}")
-    return PeerWait.unnumbered(torch_wait.kind, torch_wait.op, view.user_frame, claim)
+    claim = view.stack_claim(f"{view.words} waits in {torch_wait.words} at {view.place}")
+    return PeerWait.unnumbered(torch_wait, view.user_frame, claim)
 
 
 def _with_arguments(wait: PeerWait, view: View, alignment: Alignment) -> PeerWait:

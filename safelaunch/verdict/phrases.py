@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import TypeVar
 
 from safelaunch.model import rank_words
+from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.verdict.conditions import Condition
 from safelaunch.verdict.majority import sides_of
@@ -25,6 +27,13 @@ def each_of(ranks: Iterable[int]) -> str:
 
 def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+_SENTENCE = re.compile(r"(?<=[.)`])\s+(?=[A-Z`])")
+
+
+def first_sentence(text: str) -> str:
+    return _SENTENCE.split(text, maxsplit=1)[0]
 
 
 def ranks_do(ranks: Collection[int], singular: str, plural: str) -> str:
@@ -58,7 +67,7 @@ def wait_words(facts: CaseFacts, ranks: Iterable[int]) -> dict[int, str]:
     return {rank: _most_specific(wait, by_line[_line(wait)]) for rank, wait in waits.items()}
 
 
-_UNKNOWN_CALL = "a collective"
+_UNKNOWN_CALL = calls.UNNAMED[""]
 
 
 def _line(wait: PeerWait) -> tuple[str, int]:

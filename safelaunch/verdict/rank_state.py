@@ -120,6 +120,10 @@ class CaseFacts:
         changed = {rank: corrected for rank in ranks if (corrected := _corrected_by_peers(facts, rank)) is not None}
         return replace(facts, ranks={**ranks, **changed}) if changed else facts
 
+    def group(self, name: str | None) -> str:
+        """Returns the group in words: ``group mesh_tp ('11')``."""
+        return self.alignment.group(name)
+
     @property
     def world(self) -> frozenset[int]:
         return frozenset(range(self.evidence.world_size)) | frozenset(self.ranks)
@@ -239,7 +243,7 @@ def _never_exited(facts: CaseFacts, subject: RankFacts, raised: Condition) -> Ra
     raw = view.thread.frames if view.thread is not None else ()
     left, beside = calls.leaving(raw), view.beside()
     if wait is not None:
-        does, claims = f"it waits in {wait.words if wait.frame else wait.op}", wait.claims[:1]
+        does, claims = f"it waits in {wait.words if wait.frame else wait.call}", wait.claims[:1]
         advice = frozenset({EXIT_WAITS})
     elif view.user_frame is None and left and beside:
         own = thread_condition(beside[0])
@@ -463,8 +467,8 @@ def _condition_by_record(rank: RankEvidence, alignment: Alignment) -> Condition:
         text = f"has begun a group of operations and not ended it: {op_name(unended)}{fr.at(site)}"
         shown = f"its latest entries were never launched: {text}"
     elif last is not None:
-        text = f"made no call after {op_name(last)} #{number_of(last)} of group {last.group!r}{fr.at(site)}"
-        shown = f"last recorded call: {call_words(last)}"
+        text = f"made no call after {op_name(last)} #{number_of(last)} of {alignment.group(last.group)}{fr.at(site)}"
+        shown = f"last recorded call: {call_words(last, alignment.group(last.group))}"
     elif record is not None and record.groups and alignment.has_collectives:
         text = "did not join: its record has no pending call, and there is no stack to show where it is"
         shown = "its record has no pending call"
@@ -483,10 +487,10 @@ def _wait_in_traceback(rank: RankEvidence) -> PeerWait | None:
     user_frame = stack.user_frame
     own = bool(stack.frames) and stack.frames[0] == user_frame
     remote = calls.RPC.on(stack.called)
-    unknown = calls.TorchWait("collective", UNKNOWN_OP if own else "a remote call" if remote else "a collective")
+    unknown = calls.TorchWait("collective", UNKNOWN_OP if own else "a remote call" if remote else "")
     torch_wait = calls.torch_wait(stack) or unknown
     claim = Claim(
         f"{rank.exception.type} reports what happened to a peer: {exceptions.one_line(rank.exception.message)}",
         f"ranks/{rank.rank}/exception.json",
     )
-    return PeerWait.unnumbered(torch_wait.kind, torch_wait.op, user_frame, claim)
+    return PeerWait.unnumbered(torch_wait, user_frame, claim)

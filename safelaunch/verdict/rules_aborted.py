@@ -160,7 +160,7 @@ def _odd_by_stacks(facts: CaseFacts, aborted: Mapping[int, Frame | None], peers:
 
 def _why(aborted: Sequence[RankFacts]) -> str:
     abort = aborts.last_abort(aborted[0].evidence.log_tail) if len(aborted) == 1 else None
-    return abort.means if abort is not None and "bytes into" in abort.means else "a peer sent more than it expected"
+    return abort.means if abort is not None and abort.has_sizes else "a peer sent more than it expected"
 
 
 def _callers_of_c10d(rank: RankFacts) -> tuple[fr.Spot, ...]:

@@ -19,7 +19,7 @@ from safelaunch.verdict.call_history import UNKNOWN
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.divergence import Difference
 from safelaunch.verdict.doubts import Doubt, doubts_if
-from safelaunch.verdict.findings import DOUBTS_OF_VOTE, Finding, Ruling, SideVote
+from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.own_words import is_outside_normal_flow
 from safelaunch.verdict.phrases import apart, capital, ranks_wait, ranks_word, wait_words
 from safelaunch.verdict.rank_state import CaseFacts
@@ -109,15 +109,14 @@ def _too_many(
     case: Case, waiting: Sequence[int], ended: Sequence[int], text: str, shown: Claim, doubts: Mapping[Doubt, bool]
 ) -> Finding:
     ends = tuple(claim for condition in conditions(case).values() for claim in condition.claims[:1])[:1]
-    vote: SideVote = "tie" if len(waiting) == len(ended) else ""
     return Finding(
         "collective-mismatch",
-        (*DOUBTS_OF_VOTE[vote], *doubts_if(doubts)),
+        doubts_if(doubts),
         f"{capital(text)}.",
         waiting_culprits(case, waiting),
         (shown, *ends, *wait_claims(case, waiting)),
         calls={**dict.fromkeys(ended, ()), **{rank: case.ranks[rank].user_stack for rank in waiting}},
-        vote=vote,
+        vote="tie" if len(waiting) == len(ended) else "",
     )
 
 
@@ -147,7 +146,7 @@ def of_role(case: Case, left: Difference) -> Finding:
     text = f"skipped {usual}, which {peers} called" if missing else f"called {own}, while {peers} called {usual}"
     text += "; until then they had all made the same calls"
     claims = [
-        record_claim(rank, f"rank {rank}: {op_name(call)} is collective #{number_of(call)} of group {call.group!r}")
+        record_claim(rank, f"rank {rank}: {op_name(call)} is collective #{number_of(call)} of {case.group(call.group)}")
         for rank, call in both
     ]
     return Finding(
@@ -183,7 +182,7 @@ def shifted(
     what = _calls_words(shift, there, stacks[ends[1]])
     did = f"called {what}, which {their} peers did not" if extra else f"skipped {what}, which {their} peers called"
     group, seq = (shift.call.group, number_of(shift.call)) if extra else _own_number(facts, shift)
-    number = f"collective #{seq} of group {group!r}"
+    number = f"collective #{seq} of {facts.group(group)}"
     summary = f"{capital(ranks_word(shift.ranks))} {did} ({number}); {'it has' if single else 'they have'}"
     summary += f" been {'ahead of' if extra else 'behind'} {their} peers since"
     summary += f", and now {apart(facts, words)}." if words else "."
@@ -307,12 +306,12 @@ def _skipped_between_groups(case: Case, left: Difference) -> Finding:
     now = left.there[rank]
     site, after = (case.alignment.stack(rank, call).user_frame for call in (usual, now))
     number = case.alignment.last(rank, usual.group) + 1
-    text = f"skipped {op_name(usual)} at {fr.place(site)} (#{number} of group {usual.group!r}), which it had"
+    text = f"skipped {op_name(usual)} at {fr.place(site)} (#{number} of {case.group(usual.group)}), which it had"
     text += f" always called right before {op_name(now)} at {fr.place(after)}, and waits there"
     claim = record_claim(
         rank,
-        f"rank {rank}: each earlier {op_name(now)} of group {now.group!r} at {fr.place(after)} follows"
-        f" {op_name(usual)} of group {usual.group!r}; #{number_of(now)} does not",
+        f"rank {rank}: each earlier {op_name(now)} of {case.group(now.group)} at {fr.place(after)} follows"
+        f" {op_name(usual)} of {case.group(usual.group)}; #{number_of(now)} does not",
     )
     claims = (claim, *wait_claims(case, case.waits.ranks_in_cycle))
     other = f"alternatively, the groups were entered in different orders: rank {rank} might still call the other"
@@ -333,21 +332,20 @@ def skipped(
 def _new_between_groups(case: Case, left: Difference) -> Finding:
     ranks, rank = left.ranks, left.ranks[0]
     own, usual = (
-        f"{op_name(call)} of group {call.group!r} at {_way(case.alignment.stack(rank, call).user_frames)}"
+        f"{op_name(call)} of {case.group(call.group)} at {_way(case.alignment.stack(rank, call).user_frames)}"
         for call in (left.there[rank], left.expected)
     )
     text = f"{ranks_wait(case, ranks)} in {own} for the first time; until then"
     text += f" {'it had' if len(ranks) == 1 else 'they had'} always called {usual} instead"
     others_in = {r: w for r, w in wait_words(case, case.waits.ranks_in_cycle).items() if r not in ranks}
-    vote: SideVote = "tie" if 2 * len(ranks) == len(case.waits.ranks_in_cycle) else ""
     return Finding(
         "collective-mismatch",
-        (Doubt.HABIT_ALONE, *DOUBTS_OF_VOTE[vote]),
+        (Doubt.HABIT_ALONE,),
         f"{capital(text)}; {apart(case, others_in)}.",
         waiting_culprits(case, ranks),
         wait_claims(case, case.waits.ranks_in_cycle),
         of="usual call",
-        vote=vote,
+        vote="tie" if 2 * len(ranks) == len(case.waits.ranks_in_cycle) else "",
     )
 
 
@@ -372,10 +370,11 @@ def group_order(case: Case) -> Ruling:
     ranks = case.waits.ranks_in_cycle
     words, known_of_all = [], True
     for waiters in case.waits.cycle:
-        members, complete = case.alignment.members(str(waiters.wait.group))
+        wait = waiters.wait
+        members, complete = case.alignment.members(str(wait.group))
         known_of_all = known_of_all and complete
         of = f" of {ranks_word(members)}" if complete else ""
-        words.append(f"{ranks_wait(case, waiters.ranks)} in group {waiters.wait.group!r}{of} ({waiters.wait.words})")
+        words.append(f"{ranks_wait(case, waiters.ranks)} in {case.group(wait.group)}{of} ({wait.words})")
     more = f"; and so on in {len(words) - 3} more" if len(words) > 3 else ""
     text = (" while " if len(words) == 2 else "; ").join(words[:3]) + more
     changed = [rank for rank, left in _left_habits(case, 1).items() if left.sure and left.kind == "swapped"]

@@ -119,9 +119,10 @@ def of_record(facts: CaseFacts, recorded: Conflict) -> Finding:
         return blame_calls(facts, by_the_source(facts, conflict))
     clauses = [f"{ranks_word(side)} {_calls_of(facts, conflict, side)}" for side in sides[:_MOST_SIDES]]
     clauses += [f"{len(sides) - _MOST_SIDES} more ways"] if len(sides) > _MOST_SIDES else []
-    text = f"From collective #{conflict.seq} of group {conflict.group!r} on, the ranks go {len(sides)} different ways"
+    since = f"From collective #{conflict.seq} of {facts.group(conflict.group)} on"
+    text = f"{since}, the ranks go {len(sides)} different ways, without a majority: {'; '.join(clauses)}."
     apart = replace(conflict, odd=(), vote="", doubts=(Doubt.OWN_WAYS,), of="")
-    return replace(blame_calls(facts, apart, f"{text}, without a majority: {'; '.join(clauses)}."), calls={})
+    return replace(blame_calls(facts, apart, text), calls={})
 
 
 _MOST_SIDES = 4
@@ -141,10 +142,10 @@ def _located(facts: CaseFacts, conflict: Conflict) -> Conflict:
     calls: dict[int, Call] = {}
     for rank, entry in conflict.entries.items():
         site, stack = _call_site(facts, rank, entry.frames)
-        numbered = f"{op_name(entry)} #{entry.seq}{names[rank].removeprefix(op_name(entry))}"
+        numbered = describe(entry, f" #{entry.seq}") if sizes_differ else f"{op_name(entry)} #{entry.seq}"
         calls[rank] = Call(f"{names[rank]} at {fr.place(site)}" if site else numbered, site, stack)
     parts = (f"{names[members[0]]} on {ranks_word(members)}" for members in conflict.sides.values())
-    text = f"collective #{conflict.seq} of group {conflict.group!r} is {', '.join(parts)}"
+    text = f"collective #{conflict.seq} of {facts.group(conflict.group)} is {', '.join(parts)}"
     claims = (record_claim((conflict.odd or (*calls,))[0], text),)
     at_one_line = len({(call.site.file, call.site.line) for call in calls.values() if call.site}) < 2
     return replace(conflict, calls=calls, claims=claims, of="sizes" if sizes_differ and at_one_line else "")

@@ -46,9 +46,9 @@ def racing_threads(case: Case) -> Ruling:
         return ""
     group, number, calls = first_race
     places = sides_of({rank: f"{op_name(entry)}{_where(case, rank, entry)}" for rank, entry in calls.items()})
-    which = f"collective #{number} of group {group!r}"
+    which = f"collective #{number} of {case.group(group)}"
     parts = " and ".join(f"{call} on {ranks_word(ranks)}" for call, ranks in places.items())
-    text = f"Two threads of each rank call collectives of group {group!r}, in no fixed order: {which} is {parts}."
+    text = f"Two threads of each rank call collectives of {case.group(group)}, in no fixed order: {which} is {parts}."
     claims = [
         record_claim(ranks[0], f"{capital(ranks_word(ranks))}: {which} is {call}, and the other thread's call is next")
         for call, ranks in places.items()

@@ -86,7 +86,7 @@ def _unequal_pair(facts: CaseFacts, waiters: Waiters) -> Finding | None:
         return None
     sites = {side.rank: facts.alignment.stack(side.rank, side.entry).user_frame for side in pair}
     ends = {side.rank: Call(does=side.words() + fr.at(sites[side.rank]), site=sites[side.rank]) for side in pair}
-    calls_made = {s.rank: f"{op_name(s.entry)} #{number_of(s.entry)} of group {s.entry.group!r}" for s in pair}
+    calls_made = {s.rank: f"{op_name(s.entry)} #{number_of(s.entry)} of {facts.group(s.entry.group)}" for s in pair}
     claims = (record_claim(s.rank, f"rank {s.rank} {s.words()}: {calls_made[s.rank]}") for s in pair)
     text = " while ".join(f"rank {rank} {call.does}" for rank, call in ends.items())
     conflict = Conflict(ends, (*ends,), "open")
@@ -131,7 +131,7 @@ def _different_roots(facts: CaseFacts, wait: PeerWait) -> Finding | None:
         decided = "tie"
     whose = "rank" if numbered else "group rank"
     parts = [f"{whose} {root} on {ranks_word(ranks)}" for root, ranks in by_root.items()]
-    number = f", #{wait.seq} of group {wait.group!r}," if numbered else ""
+    number = f", #{wait.seq} of {facts.group(wait.group)}," if numbered else ""
     names = {rank: Call(does=f"names {whose} {root} as the root") for rank, root in sources.items()}
     claims = [facts.ranks[rank].line_claim(f"rank {rank} {call.does}") for rank, call in names.items()]
     doubts = () if numbered else (Doubt.LINES_ALONE,)
@@ -154,7 +154,7 @@ def _unequal_sums(facts: CaseFacts, waiters: Waiters) -> Finding | None:
     expected = elements(tuple(size for entry in exchanges for size in entry.output_sizes))
     if sent is None or expected is None or sent == expected:
         return None
-    where = f"#{wait.seq} of group {wait.group!r}"
+    where = f"#{wait.seq} of {facts.group(wait.group)}"
     text = f"together the ranks send {sent} elements and expect {expected}"
     claims = (record_claim(ranks[0], f"{where}: {text}"),)
     conflict = Conflict(dict.fromkeys(ranks, Call()), (), doubts=(Doubt.SUMS_ALONE,), claims=claims)

@@ -101,9 +101,9 @@ def _not_entered(case: Case, roots: list[int], limit: int = 4) -> tuple[Claim, .
         ]
         for blocked in sorted(waiting_for_it, key=lambda waiters: (-len(waiters.ranks), waiters.ranks))[:limit]:
             wait, who = blocked.wait, blocked.ranks
-            text = f"{wait.op} #{wait.seq} of group {wait.group!r}, in which {ranks_wait(case, who)}"
+            text = f"{wait.op} #{wait.seq} of {case.group(wait.group)}, in which {ranks_wait(case, who)}"
             made = case.alignment.entry(rank, str(wait.group), wait.seq) if wait.seq is not None else None
-            instead = f"made {call_words(made)} and so " if made is not None else ""
+            instead = f"made {call_words(made, case.group(made.group))} and so " if made is not None else ""
             claims.append(record_claim(who[0], f"rank {rank} {instead}has not come to {text}"))
     return tuple(claims)
 
@@ -112,7 +112,7 @@ def _mismatch_in(case: Case) -> str:
     waits = [waiters.wait for waiters in case.waits.classes.values() if waiters.wait.kind == "collective"]
     calls = [(wait.group, wait.seq) for wait in waits if wait.group is not None and wait.seq is not None]
     conflict = next((found for call in calls if (found := conflict_at(case.alignment, *call)) is not None), None)
-    return f"different operations as #{conflict.seq} of group {conflict.group!r}" if conflict is not None else ""
+    return f"different operations as #{conflict.seq} of {case.group(conflict.group)}" if conflict is not None else ""
 
 
 def unseen_peers(case: Case) -> Ruling:

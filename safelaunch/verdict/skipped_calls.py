@@ -68,7 +68,7 @@ def caught_exception(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]
         return
     mismatch = facts.histories.first_mismatch
     fits = {c.rank: fit for c in finding.culprits if (fit := _matching_exception(facts, c.rank, mismatch)) is not None}
-    if not fits or (not finding.doubts and len(fits) < len(finding.culprits)):
+    if not fits or (not finding.all_doubts and len(fits) < len(finding.culprits)):
         return
     types = " and ".join(sorted({fit.what for fit in fits.values()}))
     words = (
@@ -85,7 +85,7 @@ def skipped_batch(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     (``break``, ``return``) is judged by that, whatever it printed.
     """
     printed_lines = _printed_lines(facts, [culprit.rank for culprit in finding.culprits])
-    if not printed_lines or (not finding.doubts and len(printed_lines) < len(finding.culprits)):
+    if not printed_lines or (not finding.all_doubts and len(printed_lines) < len(finding.culprits)):
         return
     shifts = facts.histories.shifts(facts.alignment.groups())
     if any(shift.kind == "extra" and printed_lines.keys() & set(shift.ranks) for shift in shifts):
@@ -139,7 +139,7 @@ def _caught_skip(
     reason = f"Rank {rank} raised {exception.type} at {fr.place(exception.raised)} and continued at"
     reason += f" {fr.place(exception.caught)}, skipping the collectives that its peers called there."
     then = f" and before its #{number}" if later else "; it called no other since"
-    text = f"{exception.type} at {fr.place(exception.raised)}, after #{number - 1} of group {group!r}{then}"
+    text = f"{exception.type} at {fr.place(exception.raised)}, after #{number - 1} of {group}{then}"
     return _SkippedCalls(reason, exception.raised, Claim(text, f"ranks/{rank}/caught.json"), sure, exception.type)
 
 
@@ -188,7 +188,7 @@ def _matching_exception(facts: CaseFacts, rank: int, mismatch: Conflict | None) 
                 aligned = facts.histories.in_group(group)
                 tried[key] = later and not shown and aligned.may_have_left_out(rank, number)
             if (sure or tried[key]) and not _peers_did_too(facts, rank, group, number, exception):
-                return _caught_skip(rank, exception, group, number, later, sure=sure and later)
+                return _caught_skip(rank, exception, facts.group(group), number, later, sure=sure and later)
     return None
 
 

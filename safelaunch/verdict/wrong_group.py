@@ -10,7 +10,7 @@ from safelaunch.verdict.blame import condition_claims, conditions, waiting_culpr
 from safelaunch.verdict.causes import FAILURES
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.findings import DOUBTS_OF_VOTE, Annotation, Finding, Reason, Ruling
+from safelaunch.verdict.findings import Annotation, Finding, Reason, Ruling
 from safelaunch.verdict.phrases import capital, ranks_word, waits_words
 from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.suggestions import WRONG_GROUP
@@ -36,7 +36,7 @@ def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
             Claim(f"rank {rank}: torch warns: {_warning(waiters, rank)}", f"ranks/{rank}/log_tail.txt")
             for rank, waiters in outsiders.items()
         ),
-        finding.doubts,
+        finding.all_doubts,
         tuple(
             waiting_culprit(case.ranks[rank], _reason(rank, waiters), waiters.wait.frame)
             for rank, waiters in outsiders.items()
@@ -58,14 +58,13 @@ def another_group(case: Case, finding: Finding) -> Iterator[Annotation]:
     astray = {rank: text for rank in named if (text := unusual(case, rank) or unusual(case, rank, diverged.get(rank)))}
     if not astray or 2 * len(astray) > len(case.waiting):
         return
-    doubts = tuple(doubt for doubt in finding.doubts if doubt not in DOUBTS_OF_VOTE[finding.vote])
     first, *more = astray
     text = f"{astray[first]}{f' The same holds for {ranks_word(more)}.' if more else ''}"
     waits = waits_words(case, case.waiting.keys() - astray.keys())
     yield Annotation(
         f"{text} {capital(waits)}.",
         tuple(map(habit_claim, astray)),
-        (*doubts, Doubt.HABIT_ALONE),
+        (*finding.doubts, Doubt.HABIT_ALONE),
         tuple(waiting_culprit(case.ranks[rank], text) for rank, text in astray.items()),
         of="usual group",
         explains=Reason.HABIT,
@@ -135,6 +134,6 @@ def unusual(facts: CaseFacts, rank: int, site: Frame | None = None) -> str:
     if left is None or (site is None and wait.group not in (None, now)):
         return ""
     return (
-        f"Rank {rank} made its {left.matched} earlier calls at {fr.place(frame)} in group '{left.expected.group}':"
-        f" with group '{now}' it might have taken the wrong one."
+        f"Rank {rank} made its {left.matched} earlier calls at {fr.place(frame)} in {facts.group(left.expected.group)}:"
+        f" with {facts.group(now)} it might have taken the wrong one."
     )

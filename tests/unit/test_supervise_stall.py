@@ -267,7 +267,7 @@ def saying(watch: Any) -> StallCase:
 
 
 PROVED = Judgement("dead")
-OVER = Judgement("unknown", limits=Limits(200.0), group="'0'")
+OVER = Judgement("unknown", limits=Limits(200.0), group="group '0'")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from msgspec import structs
 
 from safelaunch.model import (
     CallArguments,
+    Claim,
     Evidence,
     Frame,
     GilTest,
@@ -32,8 +33,10 @@ from safelaunch.model import (
     RankEvidence,
     RankExit,
 )
+from safelaunch.stacks import calls
 from safelaunch.verdict.graph import Actor, Need, Node, stuck
-from safelaunch.verdict.possible_waits import PossibleWaits, has_own_limit
+from safelaunch.verdict.peers import PeerWait
+from safelaunch.verdict.possible_waits import OpenTransfer, PossibleWaits, has_own_limit
 from safelaunch.verdict.processes import ProcessView
 from safelaunch.verdict.proof import examine
 from safelaunch.verdict.waits import Case
@@ -712,6 +715,14 @@ def test_user_time_limit_is_distinguished_from_torch_time_limits(
 def test_wait_for_a_store_key_is_never_proved_dead(ends: tuple[int, ...]) -> None:
     peer = changed(waiting(1), with_native_thread, "libtorch_cpu.so", name="pt_tcpstore_uv")
     assert not proof(job(at_store_key(*ends), peer))
+
+
+@pytest.mark.parametrize("op", ["send", "irecv", "batch_isend_irecv"])
+def test_transfer_that_only_c_frames_show_may_be_either_end(op: str) -> None:
+    unnamed = OpenTransfer.of(PeerWait.unnumbered(calls.PEER_WAITS["p2p"], None, Claim("", "")))
+    named = calls.TorchWait("p2p", op)
+    other = OpenTransfer.of(PeerWait.unnumbered(named, None, Claim("", "")))
+    assert unnamed.sends is None and unnamed.may_meet(0, other, 1) and other.may_meet(1, unnamed, 0)
 
 
 # --- jobs that are executed -------------------------------------------------------------------------------------------
