@@ -110,8 +110,7 @@ QUESTIONS: tuple[Question, ...] = (
         "What broke the calls between ranks?",
         (
             Rule(rules_aborted.aborted_by_a_peer, _EITHER, ("a crash",)),
-            Rule(rules_nodes.node_lost, ("node-lost",), ("a crash", "several nodes")),
-            Rule(rules_nodes.silent_host, ("node-lost",), ("a crash",)),
+            Rule(rules_nodes.node_lost, ("node-lost",), ("a crash",)),
             Rule(wrong_group.unusual_group, ("missing-from-collective",), ("a crash",)),
             Rule(rules_mismatch.compared_by_torch, _MISMATCH, ("a crash",)),
         ),
@@ -120,18 +119,15 @@ QUESTIONS: tuple[Question, ...] = (
         "Which rank ended first?",
         (
             Rule(rules_history.called_past_the_end, _MISMATCH, _WHOLE),
-            Rule(rules_state.launcher_failed, ("rank-exception", "rank-exited"), ("a crash",)),
             Rule(rules_state.first_failure, _FAILED, requires_seen="the rank"),
-            Rule(rules_nodes.store_lost, ("launcher-stopped", "node-unreachable"), ("a crash", "several nodes")),
-            Rule(rules_state.unseen_peer_ended, ("rank-exited", "node-unreachable"), ("a crash",)),
+            Rule(rules_nodes.ended_elsewhere, ("rank-exited", "launcher-stopped", "node-unreachable"), ("a crash",)),
         ),
     ),
     Question(
         "What cannot run?",
         (
             Rule(rules_state.stopped_ranks, ("rank-stopped",), requires_seen="its process"),
-            Rule(rules_nodes.launcher_stopped, ("launcher-stopped",), ("several nodes",)),
-            Rule(rules_nodes.failed_elsewhere, ("rank-exited",), ("several nodes",)),
+            Rule(rules_nodes.node_reports_why, ("launcher-stopped", "rank-exited"), ("several nodes",)),
         ),
     ),
     Question(
@@ -153,12 +149,7 @@ QUESTIONS: tuple[Question, ...] = (
         (
             Rule(rules_wait.waits_outside_collectives, OWN),
             Rule(rules_wait.blocked_by, OWN, requires_seen="the rank"),
-            Rule(rules_nodes.node_cut_off, ("node-unreachable",), ("several nodes",)),
-            Rule(
-                rules_nodes.node_silent,
-                ("node-unreachable", "launcher-stopped"),
-                ("several nodes", "ranks that wait for peers"),
-            ),
+            Rule(rules_nodes.node_unreachable, ("node-unreachable", "launcher-stopped"), ("several nodes",)),
             Rule(
                 rules_wait.unseen_peers,
                 ("missing-from-collective", "collective-mismatch"),
@@ -182,8 +173,7 @@ QUESTIONS: tuple[Question, ...] = (
         "What stands out when no rank visibly waits for it?",
         (
             Rule(rules_state.held_up_by_device, ("gpu-lost", "gpu-kernel")),
-            Rule(rules_state.alone, OWN, ("no rank that waits for peers",)),
-            Rule(rules_live.printed_fewer_steps, ("missing-from-collective",), ("no rank that waits for peers",)),
+            Rule(rules_state.odd_one_out, OWN, ("no rank that waits for peers",)),
             Rule(rules_nodes.versions_differ, ("versions-differ",), ("several nodes",)),
         ),
     ),

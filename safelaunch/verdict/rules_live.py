@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from safelaunch.model import Claim, Culprit, duration
+from safelaunch.model import Claim, duration
 from safelaunch.verdict.blame import condition_claims, conditions
 from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.phrases import (
     by_place,
-    capital,
     each_of,
     ranks_do,
-    ranks_word,
     waits_words,
 )
 from safelaunch.verdict.rank_state import CaseFacts
@@ -42,32 +40,3 @@ def slow_not_stuck(facts: CaseFacts) -> Ruling:
     text = f"The job is making progress{where}, but {ranks_do(silent, 'has', 'have')} made no step for {least}"
     text += f": {'; '.join(does)}." if does else "."
     return Finding("slow-not-stuck", (Doubt.ONE_LOOK,), text, claims=(*condition_claims(own), *claims))
-
-
-def printed_fewer_steps(facts: CaseFacts) -> Ruling:
-    """Only the job's output is known, and most of its ranks printed a later step than the others."""
-    steps = {rank: state.step for rank, state in facts.ranks.items() if state.evidence.progress is not None}
-    if facts.evidence.printed is None or not steps:
-        return ""
-    last = max(step or 0 for step in steps.values())
-    behind = {rank: step for rank, step in steps.items() if step != last}
-    if not behind or 2 * len(behind) >= len(steps):
-        return ""
-    ahead = [rank for rank in steps if rank not in behind]
-    parts = [
-        f"{ranks_word(ranks)} printed {f'{step} as the last step' if step is not None else 'no step'}"
-        for step, ranks in by_place(behind)
-    ]
-    culprits = tuple(
-        Culprit(rank, facts.ranks[rank].evidence.host, 0, "main", None, step, f"Rank {rank} printed fewer steps.")
-        for rank, step in behind.items()
-    )
-    claims = (
-        Claim(f"rank {rank}: the last step that it printed is {step}", f"ranks/{rank}/log_tail.txt")
-        for rank, step in list(steps.items())[:8]
-        if step is not None
-    )
-    text = f"{capital(' and '.join(parts))}, while {ranks_word(ahead)} printed {last} and might wait for it."
-    return Finding(
-        "missing-from-collective", (Doubt.PRINTED_STEPS,), text, culprits, tuple(claims), victims=tuple(ahead)
-    )
