@@ -16,6 +16,7 @@ from safelaunch.verdict import (
     rules_nodes,
     rules_state,
     rules_threads,
+    rules_transfers,
     rules_unequal,
     rules_wait,
     rules_wrong_results,
@@ -38,7 +39,6 @@ _MET: Mapping[str, Callable[[Case], bool]] = {
     "every rank seen": lambda case: not case.unseen,
     "ranks that wait for peers": lambda case: bool(case.waits.classes),
     "no rank that waits for peers": lambda case: not case.waits.classes,
-    "a cycle of waits": lambda case: bool(case.waits.cycle),
     "a cycle over several groups": lambda case: len(case.waits.groups_of_cycle) > 1,
     "sends or receives in the cycle": lambda case: bool(case.waits.transfers_of_cycle),
 }
@@ -92,7 +92,6 @@ class Question:
 _MISMATCH = ("collective-mismatch",)
 _EITHER = ("collective-mismatch", "uneven-batches")
 _FAILED = (*FAILURES, "uneven-batches")
-_IN_CYCLE: tuple[str, ...] = ("sends or receives in the cycle",)
 _WHOLE: tuple[str, ...] = ("every rank seen", "ranks that wait for peers")
 OWN = tuple(name for name, cause in CAUSES.items() if cause.own)
 
@@ -160,11 +159,12 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         "All wait for each other, or have arrived: where do their calls diverge?",
         (
-            Rule(rules_history.out_of_step, _MISMATCH, _WHOLE),
-            Rule(rules_unequal.unmatched_transfers, _MISMATCH, _IN_CYCLE),
-            Rule(rules_wait.sends_and_receives, ("p2p-cycle",), _IN_CYCLE),
-            Rule(rules_wait.one_sided, _MISMATCH, ("every rank seen", *_IN_CYCLE)),
-            Rule(rules_history.left_usual_calls, _MISMATCH, ("a cycle of waits",)),
+            Rule(rules_history.left_expected_calls, _MISMATCH, ("ranks that wait for peers",)),
+            Rule(
+                rules_transfers.unmatched_transfers,
+                (*_MISMATCH, "p2p-cycle"),
+                ("sends or receives in the cycle",),
+            ),
             Rule(rules_history.group_order, ("group-order",), ("a cycle over several groups",)),
             Rule(rules_mismatch.mismatch, _EITHER, ("ranks that wait for peers",), "its record"),
         ),
