@@ -20,7 +20,6 @@ from safelaunch.verdict import (
     rules_unequal,
     rules_wait,
     rules_wrong_results,
-    wrong_group,
 )
 from safelaunch.verdict.causes import CAUSES, FAILURES
 from safelaunch.verdict.findings import Finding, Ruling
@@ -110,7 +109,6 @@ QUESTIONS: tuple[Question, ...] = (
         (
             Rule(rules_aborted.aborted_by_a_peer, _EITHER, ("a crash",)),
             Rule(rules_nodes.node_lost, ("node-lost",), ("a crash",)),
-            Rule(wrong_group.unusual_group, ("missing-from-collective",), ("a crash",)),
             Rule(rules_mismatch.compared_by_torch, _MISMATCH, ("a crash",)),
         ),
     ),

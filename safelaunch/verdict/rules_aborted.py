@@ -9,7 +9,7 @@ from itertools import dropwhile
 from safelaunch.model import Claim, Frame, RankEvidence
 from safelaunch.stacks import aborts, calls
 from safelaunch.stacks import frames as fr
-from safelaunch.verdict.blame import blame_calls, conditions, wait_claims, waiting_culprit, waits_in
+from safelaunch.verdict.blame import blame_calls, conditions, waits_in
 from safelaunch.verdict.causes import FAILURES
 from safelaunch.verdict.conflict import Call, Conflict, outvoted
 from safelaunch.verdict.conflict_source import by_the_source
@@ -22,7 +22,6 @@ from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.phrases import capital, each_of, ranks_do, ranks_word, waits_words
 from safelaunch.verdict.rank_state import CaseFacts, RankFacts
 from safelaunch.verdict.rules_mismatch import of_record
-from safelaunch.verdict.wrong_group import habit_claim, unusual
 
 
 def aborted_by_a_peer(facts: CaseFacts) -> Ruling:
@@ -102,8 +101,7 @@ def _by_stacks(facts: CaseFacts) -> Finding | None:
 
     gloo aborts from its own thread, for hardly any other reason, and writes to stderr. No record shows which side is
     wrong. If several survivors wait in one call, the aborted rank is the odd one. If it was at the same line, the rank
-    that came there through a different stack than most is. If one of them uses a different group than in all its
-    earlier calls from that line, that rank is.
+    that came there through a different stack than most is.
     """
     failed = [rank for rank in facts.ranks.values() if rank.condition is not None and _aborted_by_gloo(facts, rank)]
     peers = {rank: wait for rank, wait in facts.waiting.items() if _may_meet(facts, wait, failed)} or facts.waiting
@@ -112,18 +110,6 @@ def _by_stacks(facts: CaseFacts) -> Finding | None:
     aborted = {state.rank: next(iter(state.user_stack), None) for state in failed}
     text = " and ".join(f"rank {rank} was aborted in a call{fr.at(site)}" for rank, site in aborted.items())
     text = capital(f"{text}, as {_why(failed)}, while {waits_words(facts, peers)}: the calls do not match.")
-    unusual_calls = {rank: words for rank in peers if (words := unusual(facts, rank))}
-    if len(unusual_calls) == 1:
-        ((rank, words),) = unusual_calls.items()
-        return Finding(
-            "collective-mismatch",
-            (Doubt.ABORTED_CALL_LOST,),
-            f"{words} {text}",
-            (waiting_culprit(facts.ranks[rank], words),),
-            (habit_claim(rank), *_claims(facts, aborted), *wait_claims(facts, facts.ranks)),
-            victims=(*aborted,),
-            of="usual group",
-        )
     conflict = _odd_by_stacks(facts, aborted, peers)
     text += f" {capital(conflict.note)}." if conflict.note else ""
     if not conflict.odd or conflict.tie:
