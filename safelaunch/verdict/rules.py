@@ -107,9 +107,8 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         "What broke the calls between ranks?",
         (
-            Rule(rules_aborted.aborted_by_a_peer, _EITHER, ("a crash",)),
+            Rule(rules_aborted.ended_by_mismatch, _EITHER, ("a crash",)),
             Rule(rules_nodes.node_lost, ("node-lost",), ("a crash",)),
-            Rule(rules_mismatch.compared_by_torch, _MISMATCH, ("a crash",)),
         ),
     ),
     Question(
