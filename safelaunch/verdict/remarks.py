@@ -17,7 +17,7 @@ from safelaunch.stacks import frames as fr
 from safelaunch.verdict.exits import kernel_claim
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.rank_state import CaseFacts
-from safelaunch.verdict.rules_wrong_results import WRONG_RESULTS
+from safelaunch.verdict.rules_live import WRONG_RESULTS
 from safelaunch.verdict.suggestions import DETAIL_CRASH
 
 

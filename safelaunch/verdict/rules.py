@@ -19,7 +19,6 @@ from safelaunch.verdict import (
     rules_transfers,
     rules_unequal,
     rules_wait,
-    rules_wrong_results,
 )
 from safelaunch.verdict.causes import CAUSES, FAILURES
 from safelaunch.verdict.findings import Finding, Ruling
@@ -98,7 +97,7 @@ QUESTIONS: tuple[Question, ...] = (
     Question("Did all nodes join?", (Rule(rules_nodes.rendezvous_incomplete, ("init-not-joined",)),)),
     Question(
         "Does a live job compute wrong results?",
-        (Rule(rules_wrong_results.wrong_results, rules_wrong_results.WRONG_RESULTS, ("a live job",)),),
+        (Rule(rules_live.wrong_results, rules_live.WRONG_RESULTS, ("a live job",)),),
     ),
     Question(
         "Does it make progress?",
@@ -145,18 +144,16 @@ QUESTIONS: tuple[Question, ...] = (
         (
             Rule(rules_wait.waits_outside_collectives, OWN),
             Rule(rules_wait.blocked_by, OWN, requires_seen="the rank"),
-            Rule(rules_nodes.node_unreachable, ("node-unreachable", "launcher-stopped"), ("several nodes",)),
             Rule(
-                rules_wait.unseen_peers,
-                ("missing-from-collective", "collective-mismatch"),
-                ("ranks that wait for peers",),
+                rules_nodes.unseen_peers,
+                ("node-unreachable", "launcher-stopped", "missing-from-collective", "collective-mismatch"),
             ),
         ),
     ),
     Question(
         "All wait for each other, or have arrived: where do their calls diverge?",
         (
-            Rule(rules_history.left_expected_calls, _MISMATCH, ("ranks that wait for peers",)),
+            Rule(rules_history.left_expected_calls, (*_MISMATCH, "group-order"), ("ranks that wait for peers",)),
             Rule(
                 rules_transfers.unmatched_transfers,
                 (*_MISMATCH, "p2p-cycle"),

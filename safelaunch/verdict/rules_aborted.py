@@ -181,7 +181,7 @@ def _by_stacks(facts: CaseFacts) -> Finding | None:
         of="sizes" if conflict.of == "sizes" else "",
         claims=_claims(facts, [rank for rank in aborted if rank in conflict.odd]),
     )
-    return blame_calls(facts, conflict, text)
+    return replace(blame_calls(facts, conflict, text), victims=(*aborted,))
 
 
 def _odd_by_stacks(facts: CaseFacts, aborted: Mapping[int, Frame | None], peers: Mapping[int, PeerWait]) -> Conflict:

@@ -5,7 +5,7 @@ Where ranks wait now is only a consequence; these rules name the call at which t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -17,7 +17,7 @@ from safelaunch.verdict.blame import conditions, wait_claims, waiting_culprit, w
 from safelaunch.verdict.c10d import describe, number_of, op_name, same_op
 from safelaunch.verdict.call_history import UNKNOWN
 from safelaunch.verdict.conditions import record_claim
-from safelaunch.verdict.divergence import Difference
+from safelaunch.verdict.divergence import Difference, Kind
 from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.findings import DOUBTS_OF_VOTE, Finding, Ruling, SideVote
 from safelaunch.verdict.own_words import is_outside_normal_flow
@@ -135,7 +135,7 @@ def left_expected_calls(case: Case) -> Ruling:
         return shifted(case, left)
     if left.reference == "role":
         return of_role(case, left)
-    return _skipped_between_groups(case, left) if left.kind == "missing" else _new_between_groups(case, left)
+    return _BY_HABIT[left.kind](case, left)
 
 
 def _expected_call_left(case: Case) -> Difference | None:
@@ -148,14 +148,15 @@ def _expected_call_left(case: Case) -> Difference | None:
             return left
     if len(groups) < 2:
         return None
-    broken = [*left_habits(case, -1).values()]
+    broken = _left_habits(case, -1)
     if len(broken) == 1 and broken[0].kind == "missing" and broken[0].sure and _is_awaited(case, broken[0]):
         return broken[0]
-    new = {rank: left for rank, left in left_habits(case, 1).items() if left.sure and left.kind == "changed"}
-    are_alike = any(new.keys() == {*waiters.ranks} for waiters in case.waits.cycle)
-    if not are_alike or 2 * len(new) > len(ranks) or not all(_is_awaited(case, left) for left in new.values()):
-        return None
-    return replace(new[min(new)], ranks=tuple(sorted(new)))
+    left_now = [left for left in _left_habits(case, 1) if left.sure]
+    new = [left for left in left_now if left.kind == "changed"]
+    are_alike = any({*waiters.ranks} == {left.ranks[0] for left in new} for waiters in case.waits.cycle)
+    if not are_alike or 2 * len(new) > len(ranks) or not all(_is_awaited(case, left) for left in new):
+        new = [left for left in left_now if left.kind == "swapped"]
+    return replace(new[0], ranks=tuple(left.ranks[0] for left in new)) if new else None
 
 
 def of_role(case: Case, left: Difference) -> Finding:
@@ -283,10 +284,10 @@ def _way(frames: Sequence[Frame]) -> str:
 # --- several groups: a skipped call, or a different order -------------------------------------------------------------
 
 
-def left_habits(case: Case, side: Literal[-1, 1]) -> dict[int, Difference]:
-    calls = {rank: call for rank in case.waits.ranks_in_cycle if (call := case.call_of(rank)) is not None}
-    left = {rank: case.histories.left_habit(rank, c, side, case.waits.groups_of_cycle) for rank, c in calls.items()}
-    return {rank: difference for rank, difference in left.items() if difference is not None}
+def _left_habits(case: Case, side: Literal[-1, 1]) -> list[Difference]:
+    groups, calls = case.waits.groups_of_cycle, {rank: case.call_of(rank) for rank in case.waits.ranks_in_cycle}
+    left = (case.histories.left_habit(rank, now, side, groups) for rank, now in calls.items() if now is not None)
+    return [difference for difference in left if difference is not None]
 
 
 def _is_awaited(case: Case, left: Difference) -> bool:
@@ -361,6 +362,11 @@ def _parties(case: Case, waiters: Waiters) -> Collection[int]:
 
 def group_order(case: Case) -> Ruling:
     """Ranks entered several groups in different orders, and nothing shows that one of them skipped a call."""
+    return _in_other_order(case, ())
+
+
+def _in_other_order(case: Case, changed: Sequence[int]) -> Finding:
+    """Returns the finding for groups entered in different orders; ``changed`` ranks had another order before."""
     ranks = case.waits.ranks_in_cycle
     words, known_of_all = [], True
     for waiters in case.waits.cycle:
@@ -370,7 +376,6 @@ def group_order(case: Case) -> Ruling:
         words.append(f"{ranks_wait(case, waiters.ranks)} in group {waiters.wait.group!r}{of} ({waiters.wait.words})")
     more = f"; and so on in {len(words) - 3} more" if len(words) > 3 else ""
     text = (" while " if len(words) == 2 else "; ").join(words[:3]) + more
-    changed = [rank for rank, left in left_habits(case, 1).items() if left.sure and left.kind == "swapped"]
     aside = [rank for rank in ranks if is_outside_normal_flow(case, rank)]
     aside = aside if len(aside) < len(ranks) else []
     fewer = changed or aside or (_minority(case) if known_of_all else [])
@@ -394,3 +399,10 @@ def group_order(case: Case) -> Ruling:
         wait_claims(case, case.waits.ranks_in_cycle if fewer else ranks, limit=10),
         advice=frozenset({suggestions.ALONE_IN_GROUPS}) if alone and len(lines) > 1 and not aside else frozenset(),
     )
+
+
+_BY_HABIT: Mapping[Kind, Callable[[Case, Difference], Finding]] = {
+    "missing": _skipped_between_groups,
+    "changed": _new_between_groups,
+    "swapped": lambda case, left: _in_other_order(case, left.ranks),
+}

@@ -14,15 +14,16 @@ from safelaunch.model import (
     Rendezvous,
     format_ranks,
 )
-from safelaunch.verdict.blame import conditions, wait_claims
+from safelaunch.verdict.blame import condition_claims, conditions, wait_claims
 from safelaunch.verdict.causes import FAILURES
 from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.exceptions import is_timeout, nccl_failure, one_line
 from safelaunch.verdict.exits import aborted_in
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.nccl_witness import nccl_states
-from safelaunch.verdict.phrases import capital, ranks_do, ranks_word, waits_words
+from safelaunch.verdict.phrases import capital, clause_of, ranks_do, ranks_word, unseen_words, waits_words
 from safelaunch.verdict.rank_state import CaseFacts
+from safelaunch.verdict.rules_wait import mismatch_in
 from safelaunch.verdict.versions import version_claims
 from safelaunch.verdict.waits import Case
 
@@ -157,9 +158,14 @@ def _unseen_peer_ended(facts: CaseFacts) -> Ruling:
     return Finding(cause, (Doubt.UNSEEN_RANKS,), text, claims=wait_claims(facts, lost), victims=tuple(lost))
 
 
-def node_unreachable(case: Case) -> Ruling:
-    """Ranks wait for a node that is cut off or silent; a connection to it shows what has gone silent there."""
-    return _cut_off(case) or _silent(case)
+def unseen_peers(case: Case) -> Ruling:
+    """Ranks wait for ranks that were not seen: their node is cut off or silent, or nothing more is known of them.
+
+    A connection to a node shows what has gone silent there. Without any sign of it, a majority alone names no rank; a
+    mismatch among the seen ranks is still reported, without a culprit.
+    """
+    finding = (_cut_off(case) or _silent(case)) if len(case.evidence.nodes) > 1 else None
+    return finding or ("" if case.waits.blockers <= case.ranks.keys() else _of_unknown_state(case))
 
 
 def _cut_off(case: Case) -> Finding | None:
@@ -190,11 +196,11 @@ def _cut_off(case: Case) -> Finding | None:
     return _finding(case, "node-unreachable", doubts, text, gone, sorted(case.waiting))
 
 
-def _silent(case: Case) -> Ruling:
+def _silent(case: Case) -> Finding | None:
     awaited = case.waits.blockers
     silent = [node for node in _gone(case) if awaited & set(node.ranks) & case.unseen]
     if not silent or awaited & case.unseen - _ranks_of(silent):
-        return ""
+        return None
     # NCCL's report on its ranks overrides a guess about the node, and confirms what a connection to it shows.
     states = nccl_states(case.evidence)
     answers = {states.get(rank, "") for rank in _ranks_of(silent)}
@@ -211,6 +217,21 @@ def _silent(case: Case) -> Ruling:
     doubts = {Doubt.NODE_MAY_LIVE: not unanswered, Doubt.BRIEFLY_SILENT: brief}
     cause = "launcher-stopped" if launcher else "node-unreachable"
     return _finding(case, cause, doubts_if(doubts), text, silent, waiting)
+
+
+def _of_unknown_state(case: Case) -> Finding:
+    waiting = sorted(case.waiting)
+    they = "they wait" if len(waiting) > 1 else "it waits"
+    text = f"{capital(waits_words(case, waiting))}; {unseen_words(case)} and might be what {they} for."
+    own = {rank: condition for rank, condition in conditions(case).items() if case.may_wait_elsewhere(rank)}
+    if own:
+        text += f" {capital(clause_of(own, case, []))}, perhaps waiting for one of them."
+    cause = "missing-from-collective"
+    if also := mismatch_in(case):
+        cause = "collective-mismatch"
+        text += f" Among those seen, ranks recorded {also}."
+    claims = wait_claims(case, case.waiting) + condition_claims(own)
+    return Finding(cause, (Doubt.UNSEEN_PEERS,), text, claims=claims)
 
 
 def node_reports_why(case: Case) -> Ruling:

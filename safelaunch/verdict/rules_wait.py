@@ -11,7 +11,6 @@ from safelaunch.stacks import frames as fr
 from safelaunch.verdict.blame import (
     blame,
     condition_claims,
-    conditions,
     culprit,
     most_doubtful,
     wait_claims,
@@ -25,12 +24,9 @@ from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.graph import NodeKind
 from safelaunch.verdict.phrases import (
     capital,
-    clause_of,
     ranks_wait,
     ranks_word,
     summary_of,
-    unseen_words,
-    waits_words,
 )
 from safelaunch.verdict.suggestions import (
     LOCK,
@@ -64,7 +60,7 @@ def blocked_by(case: Case) -> Ruling:
     named = {r: case.ranks[r].condition or _UNEXPLAINED for r in roots}
     named = dict(sorted(named.items(), key=lambda item: (levels_of(item[1].doubts), item[0])))
     cause = next(iter(named.values())).cause
-    also, waiting = _mismatch_in(case), [waiters.wait for waiters in case.waits.classes.values()]
+    also, waiting = mismatch_in(case), [waiters.wait for waiters in case.waits.classes.values()]
     doubts = {
         Doubt.SEVERAL_CAUSES: len({c.cause for c in named.values()}) > 1,
         Doubt.UNSEEN_RANKS: bool(blocking - frozenset(case.ranks)),
@@ -104,32 +100,11 @@ def _not_entered(case: Case, roots: list[int], limit: int = 4) -> tuple[Claim, .
     return tuple(claims)
 
 
-def _mismatch_in(case: Case) -> str:
+def mismatch_in(case: Case) -> str:
     waits = [waiters.wait for waiters in case.waits.classes.values() if waiters.wait.kind == "collective"]
     calls = [(wait.group, wait.seq) for wait in waits if wait.group is not None and wait.seq is not None]
     conflict = next((found for call in calls if (found := conflict_at(case.alignment, *call)) is not None), None)
     return f"different operations as #{conflict.seq} of group {conflict.group!r}" if conflict is not None else ""
-
-
-def unseen_peers(case: Case) -> Ruling:
-    """Ranks wait for peers that were not seen: a majority alone names no rank.
-
-    A mismatch among the seen ranks is still reported, without a culprit.
-    """
-    if case.waits.blockers <= case.ranks.keys():
-        return ""
-    waiting = sorted(case.waiting)
-    they = "they wait" if len(waiting) > 1 else "it waits"
-    text = f"{capital(waits_words(case, waiting))}; {unseen_words(case)} and might be what {they} for."
-    own = {rank: condition for rank, condition in conditions(case).items() if case.may_wait_elsewhere(rank)}
-    if own:
-        text += f" {capital(clause_of(own, case, []))}, perhaps waiting for one of them."
-    cause = "missing-from-collective"
-    if also := _mismatch_in(case):
-        cause = "collective-mismatch"
-        text += f" Among those seen, ranks recorded {also}."
-    claims = wait_claims(case, case.waiting) + condition_claims(own)
-    return Finding(cause, (Doubt.UNSEEN_PEERS,), text, claims=claims)
 
 
 # --- waits between ranks outside c10d calls ---------------------------------------------------------------------------
