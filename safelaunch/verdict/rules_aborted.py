@@ -32,10 +32,7 @@ def ended_by_mismatch(facts: CaseFacts) -> Ruling:
 
 
 def _compared_by_torch(facts: CaseFacts) -> Finding | None:
-    """Returns the finding for calls that torch compared before they started: the minority is at fault.
-
-    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does that. Each rank raises an error with its own call and a different one.
-    """
+    """Returns the finding for calls that torch compared before they started (``TORCH_DISTRIBUTED_DEBUG=DETAIL``)."""
     calls_compared = _compared(facts)
     by_call = sides_of(dict(sorted(calls_compared.items())))
     if len(by_call) < 2:

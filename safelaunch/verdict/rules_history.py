@@ -125,8 +125,8 @@ def left_expected_calls(case: Case) -> Ruling:
     """Histories show which ranks made an extra call, skipped one or made another, and ranks wait across groups.
 
     They are compared with their peers first, then with the others in their role, and last with their own habits
-    (:meth:`.Histories.left_habit`), which need no third rank. Without a cycle, no group may show a mismatch: CPUs run
-    ahead of their devices, so all calls might be queued; the programs show their order.
+    (:meth:`.Histories.left_habit`), which need no third rank. Without a cycle, it applies if no group shows a mismatch:
+    CPUs run ahead of their devices, so all calls might be queued.
     """
     left = _expected_call_left(case)
     if left is None:
@@ -366,7 +366,7 @@ def group_order(case: Case) -> Ruling:
 
 
 def _in_other_order(case: Case, changed: Sequence[int]) -> Finding:
-    """Returns the finding for groups entered in different orders; ``changed`` ranks had another order before."""
+    """Returns the finding for groups entered in different orders: ``changed`` ranks had another one before."""
     ranks = case.waits.ranks_in_cycle
     words, known_of_all = [], True
     for waiters in case.waits.cycle:

@@ -104,9 +104,9 @@ def _host_lost(case: Case, node: NodeEvidence, lost: list[int]) -> Finding:
 
 
 def ended_elsewhere(case: Case) -> Ruling:
-    """What ended first was not seen: the host of torchrun's store, or a rank to which others lost their connections.
+    """The process that ended first was not seen: it hosted torchrun's store, or ranks lost their connections to it.
 
-    The host reported nothing before. Ranks here need not have failed, as the agent that lost its store ends them.
+    Ranks here need not have failed, as an agent that lost its store ends them.
     """
     return _store_lost(case) or _unseen_peer_ended(case)
 
@@ -161,8 +161,8 @@ def _unseen_peer_ended(facts: CaseFacts) -> Ruling:
 def unseen_peers(case: Case) -> Ruling:
     """Ranks wait for ranks that were not seen: their node is cut off or silent, or nothing more is known of them.
 
-    A connection to a node shows what has gone silent there. Without any sign of it, a majority alone names no rank; a
-    mismatch among the seen ranks is still reported, without a culprit.
+    A connection to a node shows what has gone silent there. A majority alone names no rank; a mismatch among the seen
+    ranks is still reported, without a culprit.
     """
     finding = (_cut_off(case) or _silent(case)) if len(case.evidence.nodes) > 1 else None
     return finding or ("" if case.waits.blockers <= case.ranks.keys() else _of_unknown_state(case))

@@ -40,10 +40,7 @@ def _tags_differ(case: Case, rank: int, peer: int) -> bool:
 
 
 def _wrong_peer(case: Case) -> Finding | None:
-    """Returns the finding for a rank that sends to a peer that doesn't expect it, while another one waits for it.
-
-    Or the reverse. Every batch must be known.
-    """
+    """Returns the finding for a rank that sends to a wrong peer, or receives from one, if every batch is known."""
     transfers = (rank for rank, wait in case.waiting.items() if wait.kind == "p2p")
     batches = {rank: case.ranks[rank].evidence.gil.posted for rank in transfers}
     if not all(batches.values()):

@@ -58,7 +58,7 @@ def _explanation(
 
 
 def skipped_calls(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
-    """Blames an exception that a rank caught, or a batch that it skipped with a printed line."""
+    """Blames an exception that ranks caught, or a printed line at which they skipped calls."""
     yield from _caught_exception(facts, finding)
     yield from _skipped_batch(facts, finding)
 

@@ -16,8 +16,7 @@ from safelaunch.verdict.suggestions import WRONG_GROUP
 from safelaunch.verdict.waits import Case, Waiters
 
 # torch warns about a collective on a group that the rank isn't in, and skips it. That is harmless if every member calls
-# too. If a group waits for a member that called on a foreign group, that member took the wrong one, and findings about
-# the order of groups follow from it. Without a warning, habit shows it: the newest call from a line is in a new group.
+# too. If a group waits for a member that called on a foreign group, that member took the wrong one.
 
 
 def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
@@ -57,8 +56,7 @@ def _warned(case: Case, finding: Finding) -> Annotation | None:
 def _left_usual_group(case: Case, finding: Finding) -> Annotation | None:
     """Blames ranks, if they are no majority, whose call is in a different group from all earlier ones at that place.
 
-    No peer meets it there. In a crash, its connections break once the peers end: their end is no sign of an uneven
-    loop, and an abort none of their own call.
+    No peer meets it there, so its connections break once they end: their end is no sign of an uneven loop.
     """
     crash = case.evidence.outcome == "crash"
     ended = conditions(case, "uneven-batches") if finding.cause == "uneven-batches" else {}
