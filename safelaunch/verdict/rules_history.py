@@ -362,10 +362,10 @@ def _parties(case: Case, waiters: Waiters) -> Collection[int]:
 
 def group_order(case: Case) -> Ruling:
     """Ranks entered several groups in different orders, and nothing shows that one of them skipped a call."""
-    return _in_other_order(case, ())
+    return _in_other_order(case, [])
 
 
-def _in_other_order(case: Case, changed: Sequence[int]) -> Finding:
+def _in_other_order(case: Case, changed: list[int]) -> Finding:
     """Returns the finding for groups entered in different orders: ``changed`` ranks had another one before."""
     ranks = case.waits.ranks_in_cycle
     words, known_of_all = [], True
@@ -404,5 +404,5 @@ def _in_other_order(case: Case, changed: Sequence[int]) -> Finding:
 _BY_HABIT: Mapping[Kind, Callable[[Case, Difference], Finding]] = {
     "missing": _skipped_between_groups,
     "changed": _new_between_groups,
-    "swapped": lambda case, left: _in_other_order(case, left.ranks),
+    "swapped": lambda case, left: _in_other_order(case, [*left.ranks]),
 }
