@@ -30,7 +30,7 @@ from safelaunch.verdict.proof import ProofResult, examine
 from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.rhythm import is_foreign_job, with_stall_duration
 from safelaunch.verdict.rules import RULES
-from safelaunch.verdict.rules_wrong_results import WRONG_RESULTS
+from safelaunch.verdict.rules_live import WRONG_RESULTS
 from safelaunch.verdict.steps_made import with_loops_left
 from safelaunch.verdict.unnamed import without_invented_ranks, without_labels
 from safelaunch.verdict.versions import version_claims

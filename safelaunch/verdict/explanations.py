@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from safelaunch.verdict import framework_frames, own_words, remarks, steps_made
 from safelaunch.verdict.branching import diverging_conditions
 from safelaunch.verdict.causes import CAUSES
 from safelaunch.verdict.findings import Annotation, Finding
+from safelaunch.verdict.framework_frames import frames_apart
 from safelaunch.verdict.gpu_memory import gpu_memory
 from safelaunch.verdict.groups import groups_and_gpus
 from safelaunch.verdict.guarding import guards
 from safelaunch.verdict.node_behind import node_behind
-from safelaunch.verdict.rules_wrong_results import WRONG_RESULTS
-from safelaunch.verdict.skipped_calls import caught_exception, skipped_batch
+from safelaunch.verdict.own_words import own_words
+from safelaunch.verdict.remarks import circumstances
+from safelaunch.verdict.skipped_calls import skipped_calls
+from safelaunch.verdict.steps_made import steps_made
 from safelaunch.verdict.waits import Case
-from safelaunch.verdict.wrong_group import another_group, wrong_group
+from safelaunch.verdict.wrong_group import wrong_group
 
 
 @dataclass(frozen=True)
@@ -41,28 +43,22 @@ class Explanation:
 
 
 _MISMATCH, _UNEVEN = frozenset({"collective-mismatch"}), frozenset({"uneven-batches"})
-_APART = _MISMATCH | {"group-order", "p2p-cycle"}  # no rank is known to be behind
-_BEHIND = _UNEVEN | {"missing-from-collective"}
+_ORDER, _BEHIND = frozenset({"group-order"}), _UNEVEN | {"missing-from-collective"}
 
 EXPLANATIONS: tuple[tuple[Explanation, ...], ...] = (
     (
-        Explanation(wrong_group, _MISMATCH | {"group-order", "missing-from-collective"}),
-        Explanation(another_group, _MISMATCH),
-        Explanation(guards, _APART | _BEHIND),
-        Explanation(framework_frames.frames_below),
-        Explanation(caught_exception, _MISMATCH | _BEHIND | {"rank-exited"}),
-        Explanation(skipped_batch, _MISMATCH | _BEHIND),
+        Explanation(wrong_group, _MISMATCH | _ORDER | _BEHIND),
+        Explanation(guards, _MISMATCH | _ORDER | _BEHIND | {"p2p-cycle"}),
+        Explanation(skipped_calls, _MISMATCH | _BEHIND | {"rank-exited"}),
+        Explanation(frames_apart),
     ),
     (
-        Explanation(framework_frames.frames_above, _APART),
         Explanation(diverging_conditions, _MISMATCH, needs_culprits=False),
-        Explanation(own_words.own_words),
+        Explanation(own_words),
         Explanation(gpu_memory),
-        Explanation(remarks.debug_detail, frozenset({"rank-killed"})),
-        Explanation(steps_made.steps_made, _UNEVEN),
-        Explanation(remarks.driver_errors, frozenset(CAUSES) - {"gpu-lost"}),
+        Explanation(steps_made, _UNEVEN),
         Explanation(groups_and_gpus),
         Explanation(node_behind),
-        Explanation(remarks.wrong_results_before, frozenset(CAUSES).difference(WRONG_RESULTS), needs_culprits=False),
+        Explanation(circumstances, needs_culprits=False),
     ),
 )

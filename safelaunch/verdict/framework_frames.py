@@ -17,7 +17,14 @@ from safelaunch.verdict.rank_state import CaseFacts
 _MOST_SIDES = 3
 
 
-def frames_below(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
+def frames_apart(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
+    """Yields the frames that distinguish ranks at one line of the user's code: the framework's below it, or callers."""
+    yield from _frames_below(facts, finding)
+    if finding.cause in ("collective-mismatch", "group-order", "p2p-cycle"):  # no rank is known to be behind
+        yield from _frames_above(facts, finding)
+
+
+def _frames_below(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """Yields framework frames that differ between ranks at the same user line, such as ``trainer.fit(model)``."""
     named = {culprit.rank for culprit in finding.culprits}
     ways: dict[int, tuple[Frame, ...]] = {}
@@ -40,7 +47,7 @@ def frames_below(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     yield Annotation(f"{capital(text)}.", (claim,))
 
 
-def frames_above(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
+def _frames_above(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """Yields the callers from which ranks came to the same line, as in a helper, if these differ."""
     stacks = {rank: stack for rank, state in facts.ranks.items() if (stack := state.user_stack)}
     for line in dict.fromkeys(

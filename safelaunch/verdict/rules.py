@@ -16,10 +16,9 @@ from safelaunch.verdict import (
     rules_nodes,
     rules_state,
     rules_threads,
+    rules_transfers,
     rules_unequal,
     rules_wait,
-    rules_wrong_results,
-    wrong_group,
 )
 from safelaunch.verdict.causes import CAUSES, FAILURES
 from safelaunch.verdict.findings import Finding, Ruling
@@ -38,7 +37,6 @@ _MET: Mapping[str, Callable[[Case], bool]] = {
     "every rank seen": lambda case: not case.unseen,
     "ranks that wait for peers": lambda case: bool(case.waits.classes),
     "no rank that waits for peers": lambda case: not case.waits.classes,
-    "a cycle of waits": lambda case: bool(case.waits.cycle),
     "a cycle over several groups": lambda case: len(case.waits.groups_of_cycle) > 1,
     "sends or receives in the cycle": lambda case: bool(case.waits.transfers_of_cycle),
 }
@@ -92,7 +90,6 @@ class Question:
 _MISMATCH = ("collective-mismatch",)
 _EITHER = ("collective-mismatch", "uneven-batches")
 _FAILED = (*FAILURES, "uneven-batches")
-_IN_CYCLE: tuple[str, ...] = ("sends or receives in the cycle",)
 _WHOLE: tuple[str, ...] = ("every rank seen", "ranks that wait for peers")
 OWN = tuple(name for name, cause in CAUSES.items() if cause.own)
 
@@ -100,7 +97,7 @@ QUESTIONS: tuple[Question, ...] = (
     Question("Did all nodes join?", (Rule(rules_nodes.rendezvous_incomplete, ("init-not-joined",)),)),
     Question(
         "Does a live job compute wrong results?",
-        (Rule(rules_wrong_results.wrong_results, rules_wrong_results.WRONG_RESULTS, ("a live job",)),),
+        (Rule(rules_live.wrong_results, rules_live.WRONG_RESULTS, ("a live job",)),),
     ),
     Question(
         "Does it make progress?",
@@ -109,29 +106,23 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         "What broke the calls between ranks?",
         (
-            Rule(rules_aborted.aborted_by_a_peer, _EITHER, ("a crash",)),
-            Rule(rules_nodes.node_lost, ("node-lost",), ("a crash", "several nodes")),
-            Rule(rules_nodes.silent_host, ("node-lost",), ("a crash",)),
-            Rule(wrong_group.unusual_group, ("missing-from-collective",), ("a crash",)),
-            Rule(rules_mismatch.compared_by_torch, _MISMATCH, ("a crash",)),
+            Rule(rules_aborted.ended_by_mismatch, _EITHER, ("a crash",)),
+            Rule(rules_nodes.node_lost, ("node-lost",), ("a crash",)),
         ),
     ),
     Question(
         "Which rank ended first?",
         (
             Rule(rules_history.called_past_the_end, _MISMATCH, _WHOLE),
-            Rule(rules_state.launcher_failed, ("rank-exception", "rank-exited"), ("a crash",)),
             Rule(rules_state.first_failure, _FAILED, requires_seen="the rank"),
-            Rule(rules_nodes.store_lost, ("launcher-stopped", "node-unreachable"), ("a crash", "several nodes")),
-            Rule(rules_state.unseen_peer_ended, ("rank-exited", "node-unreachable"), ("a crash",)),
+            Rule(rules_nodes.ended_elsewhere, ("rank-exited", "launcher-stopped", "node-unreachable"), ("a crash",)),
         ),
     ),
     Question(
         "What cannot run?",
         (
             Rule(rules_state.stopped_ranks, ("rank-stopped",), requires_seen="its process"),
-            Rule(rules_nodes.launcher_stopped, ("launcher-stopped",), ("several nodes",)),
-            Rule(rules_nodes.failed_elsewhere, ("rank-exited",), ("several nodes",)),
+            Rule(rules_nodes.node_reports_why, ("launcher-stopped", "rank-exited"), ("several nodes",)),
         ),
     ),
     Question(
@@ -153,27 +144,21 @@ QUESTIONS: tuple[Question, ...] = (
         (
             Rule(rules_wait.waits_outside_collectives, OWN),
             Rule(rules_wait.blocked_by, OWN, requires_seen="the rank"),
-            Rule(rules_nodes.node_cut_off, ("node-unreachable",), ("several nodes",)),
             Rule(
-                rules_nodes.node_silent,
-                ("node-unreachable", "launcher-stopped"),
-                ("several nodes", "ranks that wait for peers"),
-            ),
-            Rule(
-                rules_wait.unseen_peers,
-                ("missing-from-collective", "collective-mismatch"),
-                ("ranks that wait for peers",),
+                rules_nodes.unseen_peers,
+                ("node-unreachable", "launcher-stopped", "missing-from-collective", "collective-mismatch"),
             ),
         ),
     ),
     Question(
         "All wait for each other, or have arrived: where do their calls diverge?",
         (
-            Rule(rules_history.out_of_step, _MISMATCH, _WHOLE),
-            Rule(rules_unequal.unmatched_transfers, _MISMATCH, _IN_CYCLE),
-            Rule(rules_wait.sends_and_receives, ("p2p-cycle",), _IN_CYCLE),
-            Rule(rules_wait.one_sided, _MISMATCH, ("every rank seen", *_IN_CYCLE)),
-            Rule(rules_history.left_usual_calls, _MISMATCH, ("a cycle of waits",)),
+            Rule(rules_history.left_expected_calls, (*_MISMATCH, "group-order"), ("ranks that wait for peers",)),
+            Rule(
+                rules_transfers.unmatched_transfers,
+                (*_MISMATCH, "p2p-cycle"),
+                ("sends or receives in the cycle",),
+            ),
             Rule(rules_history.group_order, ("group-order",), ("a cycle over several groups",)),
             Rule(rules_mismatch.mismatch, _EITHER, ("ranks that wait for peers",), "its record"),
         ),
@@ -182,8 +167,7 @@ QUESTIONS: tuple[Question, ...] = (
         "What stands out when no rank visibly waits for it?",
         (
             Rule(rules_state.held_up_by_device, ("gpu-lost", "gpu-kernel")),
-            Rule(rules_state.alone, OWN, ("no rank that waits for peers",)),
-            Rule(rules_live.printed_fewer_steps, ("missing-from-collective",), ("no rank that waits for peers",)),
+            Rule(rules_state.odd_one_out, OWN, ("no rank that waits for peers",)),
             Rule(rules_nodes.versions_differ, ("versions-differ",), ("several nodes",)),
         ),
     ),

@@ -1,4 +1,4 @@
-"""Rules for ranks that were aborted inside a call: which call it was, and which side's size was wrong."""
+"""Crashes because calls did not match: torch compared them, or gloo aborted a rank inside its call."""
 
 from __future__ import annotations
 
@@ -9,24 +9,74 @@ from itertools import dropwhile
 from safelaunch.model import Claim, Frame, RankEvidence
 from safelaunch.stacks import aborts, calls
 from safelaunch.stacks import frames as fr
-from safelaunch.verdict.blame import blame_calls, conditions, wait_claims, waiting_culprit, waits_in
+from safelaunch.stacks.failures import Fingerprint, fingerprints
+from safelaunch.verdict.blame import blame_calls, conditions, waits_in
 from safelaunch.verdict.causes import FAILURES
 from safelaunch.verdict.conflict import Call, Conflict, outvoted
 from safelaunch.verdict.conflict_source import by_the_source
-from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.exceptions import is_aborted
 from safelaunch.verdict.exits import aborted_in, failed_at
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.majority import sides_of
 from safelaunch.verdict.peers import PeerWait
-from safelaunch.verdict.phrases import capital, each_of, ranks_do, ranks_word, waits_words
+from safelaunch.verdict.phrases import by_place, capital, each_of, ranks_do, ranks_word, waits_words
 from safelaunch.verdict.rank_state import CaseFacts, RankFacts
-from safelaunch.verdict.rules_mismatch import of_record
-from safelaunch.verdict.wrong_group import habit_claim, unusual
+from safelaunch.verdict.rules_history import shifted
+from safelaunch.verdict.rules_mismatch import call_site, of_record
 
 
-def aborted_by_a_peer(facts: CaseFacts) -> Ruling:
-    """A rank was aborted inside a collective: the survivors' records, or else the stacks, show which call didn't match.
+def ended_by_mismatch(facts: CaseFacts) -> Ruling:
+    """Calls did not match, and that ended the job: torch had compared them, or a rank was aborted inside its call."""
+    return _compared_by_torch(facts) or _aborted_by_a_peer(facts)
+
+
+def _compared_by_torch(facts: CaseFacts) -> Finding | None:
+    """Returns the finding for calls that torch compared before they started (``TORCH_DISTRIBUTED_DEBUG=DETAIL``)."""
+    calls_compared = _compared(facts)
+    by_call = sides_of(dict(sorted(calls_compared.items())))
+    if len(by_call) < 2:
+        return None
+    shifts = facts.histories.shifts(facts.alignment.groups())
+    earlier = next((shift for shift in shifts if shift.sure), None)
+    if earlier is not None:
+        return shifted(facts, earlier)
+    odd, decided = outvoted(by_call)
+    examined = [rank for rank in calls_compared if rank in facts.ranks]
+    unseen = len(examined) < len(calls_compared)
+    sites = {rank: call_site(facts, rank)[0] for rank in examined}
+    stacks = {rank: fr.stack_of(facts.ranks[rank].evidence, facts.ranks[rank].user_stack) for rank in examined}
+    called = {rank: f"called {call.words}{fr.at(sites.get(rank))}" for rank, call in calls_compared.items()}
+    sides = by_place({rank: called[rank] for rank in sorted(called, key=lambda rank: (rank not in odd, rank))})
+    text = capital(" while ".join(f"{ranks_word(ranks)} {words}" for words, ranks in sides))
+    claims = [Claim(f"rank {r}: torch's own check found a mismatch", f"ranks/{r}/exception.json") for r in examined[:4]]
+    conflict = Conflict(
+        {r: Call(called[r], sites[r], stacks[r], f"{called[r]}, its peers did not") for r in examined},
+        tuple(rank for rank in odd if rank in sites and not (decided and unseen)),
+        decided,
+        claims=tuple(claims),
+        of="sizes" if len({call.op for call in by_call}) == 1 else "",
+    )
+    finding = blame_calls(facts, conflict, f"{text}: torch compared these calls, and they do not match.")
+    return replace(finding, doubts=(*finding.doubts, *doubts_if({Doubt.UNSEEN_RANKS: unseen})))
+
+
+def _compared(facts: CaseFacts) -> dict[int, Fingerprint]:
+    """Returns each rank's call as torch compared it.
+
+    Errors number ranks within their group. Each starts with its own call and quotes another, whose error might be
+    missing.
+    """
+    raised = {rank: state.evidence.exception for rank, state in facts.ranks.items()}
+    calls_by_rank = {rank: fingerprints(error.message) for rank, error in raised.items() if error is not None}
+    own = {next(iter(calls)): rank for rank, calls in calls_by_rank.items() if calls}
+    alike = all(number == rank for number, rank in own.items())
+    expected = {own.get(n, n if alike else -1): call for calls in calls_by_rank.values() for n, call in calls.items()}
+    return {rank: call for rank, call in expected.items() if rank >= 0}
+
+
+def _aborted_by_a_peer(facts: CaseFacts) -> Ruling:
+    """Finds the call in which a rank was aborted, by the survivors' records or else by the stacks.
 
     gloo aborts the rank that *receives* an unexpected number of bytes, whichever side is wrong, and that rank's record
     is lost. So the survivors' disagreement is medium evidence at most. If they agree and the stacks show nothing, the
@@ -102,8 +152,7 @@ def _by_stacks(facts: CaseFacts) -> Finding | None:
 
     gloo aborts from its own thread, for hardly any other reason, and writes to stderr. No record shows which side is
     wrong. If several survivors wait in one call, the aborted rank is the odd one. If it was at the same line, the rank
-    that came there through a different stack than most is. If one of them uses a different group than in all its
-    earlier calls from that line, that rank is.
+    that came there through a different stack than most is.
     """
     failed = [rank for rank in facts.ranks.values() if rank.condition is not None and _aborted_by_gloo(facts, rank)]
     peers = {rank: wait for rank, wait in facts.waiting.items() if _may_meet(facts, wait, failed)} or facts.waiting
@@ -112,18 +161,6 @@ def _by_stacks(facts: CaseFacts) -> Finding | None:
     aborted = {state.rank: next(iter(state.user_stack), None) for state in failed}
     text = " and ".join(f"rank {rank} was aborted in a call{fr.at(site)}" for rank, site in aborted.items())
     text = capital(f"{text}, as {_why(failed)}, while {waits_words(facts, peers)}: the calls do not match.")
-    unusual_calls = {rank: words for rank in peers if (words := unusual(facts, rank))}
-    if len(unusual_calls) == 1:
-        ((rank, words),) = unusual_calls.items()
-        return Finding(
-            "collective-mismatch",
-            (Doubt.ABORTED_CALL_LOST,),
-            f"{words} {text}",
-            (waiting_culprit(facts.ranks[rank], words),),
-            (habit_claim(rank), *_claims(facts, aborted), *wait_claims(facts, facts.ranks)),
-            victims=(*aborted,),
-            of="usual group",
-        )
     conflict = _odd_by_stacks(facts, aborted, peers)
     text += f" {capital(conflict.note)}." if conflict.note else ""
     if not conflict.odd or conflict.tie:
@@ -141,7 +178,7 @@ def _by_stacks(facts: CaseFacts) -> Finding | None:
         of="sizes" if conflict.of == "sizes" else "",
         claims=_claims(facts, [rank for rank in aborted if rank in conflict.odd]),
     )
-    return blame_calls(facts, conflict, text)
+    return replace(blame_calls(facts, conflict, text), victims=(*aborted,))
 
 
 def _odd_by_stacks(facts: CaseFacts, aborted: Mapping[int, Frame | None], peers: Mapping[int, PeerWait]) -> Conflict:

@@ -5,7 +5,7 @@ Where ranks wait now is only a consequence; these rules name the call at which t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -17,7 +17,7 @@ from safelaunch.verdict.blame import conditions, wait_claims, waiting_culprit, w
 from safelaunch.verdict.c10d import describe, number_of, op_name, same_op
 from safelaunch.verdict.call_history import UNKNOWN
 from safelaunch.verdict.conditions import record_claim
-from safelaunch.verdict.divergence import Difference
+from safelaunch.verdict.divergence import Difference, Kind
 from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.own_words import is_outside_normal_flow
@@ -120,20 +120,42 @@ def _too_many(
     )
 
 
-def out_of_step(case: Case) -> Ruling:
-    """A rank made an extra call or skipped one, and ranks wait across groups, or no group shows the mismatch yet.
+def left_expected_calls(case: Case) -> Ruling:
+    """Histories show which ranks made an extra call, skipped one or made another, and ranks wait across groups.
 
-    CPUs run ahead of their devices, so all calls might be queued; the programs show their order.
+    They are compared with their peers first, then with the others in their role, and last with their own habits
+    (:meth:`.Histories.left_habit`), which need no third rank. Without a cycle, it applies if no group shows a mismatch:
+    CPUs run ahead of their devices, so all calls might be queued.
     """
-    if not (_is_between_groups(case) if case.waits.cycle else case.histories.first_mismatch is None):
+    left = _expected_call_left(case)
+    if left is None:
         return ""
-    shifts = case.histories.shifts(case.waits.groups_of_cycle)
-    shift = shifts[0] if shifts else case.histories.shift_of_program
-    return shifted(case, shift) if shift is not None else ""
+    if left.reference == "peers":
+        return shifted(case, left)
+    if left.reference == "role":
+        return of_role(case, left)
+    return _BY_HABIT[left.kind](case, left)
 
 
-def _is_between_groups(case: Case) -> bool:
-    return len(case.waits.groups_of_cycle) > 1 or bool(case.waits.transfers_of_cycle)
+def _expected_call_left(case: Case) -> Difference | None:
+    ranks, groups = case.waits.ranks_in_cycle, case.waits.groups_of_cycle
+    between = len(groups) > 1 or bool(case.waits.transfers_of_cycle)
+    if not case.unseen and (between if ranks else case.histories.first_mismatch is None):
+        shift = next(iter(case.histories.shifts(groups)), None) or case.histories.shift_of_program
+        left = shift or case.histories.left_role(ranks)
+        if left is not None:
+            return left
+    if len(groups) < 2:
+        return None
+    broken = _left_habits(case, -1)
+    if len(broken) == 1 and broken[0].kind == "missing" and broken[0].sure and _is_awaited(case, broken[0]):
+        return broken[0]
+    left_now = [left for left in _left_habits(case, 1) if left.sure]
+    new = [left for left in left_now if left.kind == "changed"]
+    are_alike = any({*waiters.ranks} == {left.ranks[0] for left in new} for waiters in case.waits.cycle)
+    if not are_alike or 2 * len(new) > len(ranks) or not all(_is_awaited(case, left) for left in new):
+        new = [left for left in left_now if left.kind == "swapped"]
+    return replace(new[0], ranks=tuple(left.ranks[0] for left in new)) if new else None
 
 
 def of_role(case: Case, left: Difference) -> Finding:
@@ -261,44 +283,15 @@ def _way(frames: Sequence[Frame]) -> str:
 # --- several groups: a skipped call, or a different order -------------------------------------------------------------
 
 
-def _left_habits(case: Case, side: Literal[-1, 1]) -> dict[int, Difference]:
-    calls = {rank: call for rank in case.waits.ranks_in_cycle if (call := case.call_of(rank)) is not None}
-    left = {rank: case.histories.left_habit(rank, c, side, case.waits.groups_of_cycle) for rank, c in calls.items()}
-    return {rank: difference for rank, difference in left.items() if difference is not None}
+def _left_habits(case: Case, side: Literal[-1, 1]) -> list[Difference]:
+    groups, calls = case.waits.groups_of_cycle, {rank: case.call_of(rank) for rank in case.waits.ranks_in_cycle}
+    left = (case.histories.left_habit(rank, now, side, groups) for rank, now in calls.items() if now is not None)
+    return [difference for difference in left if difference is not None]
 
 
 def _is_awaited(case: Case, left: Difference) -> bool:
     waits = (waiters.wait for waiters in case.waits.cycle if left.ranks[0] not in waiters.ranks)
     return any(left.expected.group == wait.group and same_op(left.expected.op, wait.op) for wait in waits)
-
-
-def left_usual_calls(case: Case) -> Ruling:
-    """Ranks in the cycle made another call than the others in their role, or than they had always made there.
-
-    A rank that left its role comes first. Otherwise, if the cycle is over several groups, the ranks' own habits show it
-    (:meth:`.Histories.left_habit`), so two ranks are enough. The usual call must be one that the others wait in.
-    """
-    left = _usual_call_left(case)
-    if left is None:
-        return ""
-    if left.reference == "role":
-        return of_role(case, left)
-    return _skipped_between_groups(case, left) if left.kind == "missing" else _new_between_groups(case, left)
-
-
-def _usual_call_left(case: Case) -> Difference | None:
-    ranks, groups = case.waits.ranks_in_cycle, case.waits.groups_of_cycle
-    left_role = case.histories.left_role(ranks) if _is_between_groups(case) and not case.unseen else None
-    if left_role is not None or len(groups) < 2:
-        return left_role
-    broken = [*_left_habits(case, -1).values()]
-    if len(broken) == 1 and broken[0].kind == "missing" and broken[0].sure and _is_awaited(case, broken[0]):
-        return broken[0]
-    new = {rank: left for rank, left in _left_habits(case, 1).items() if left.sure and left.kind == "changed"}
-    are_alike = any(new.keys() == {*waiters.ranks} for waiters in case.waits.cycle)
-    if not are_alike or 2 * len(new) > len(ranks) or not all(_is_awaited(case, left) for left in new.values()):
-        return None
-    return replace(new[min(new)], ranks=tuple(sorted(new)))
 
 
 def _skipped_between_groups(case: Case, left: Difference) -> Finding:
@@ -367,6 +360,11 @@ def _parties(case: Case, waiters: Waiters) -> Collection[int]:
 
 def group_order(case: Case) -> Ruling:
     """Ranks entered several groups in different orders, and nothing shows that one of them skipped a call."""
+    return _in_other_order(case, [])
+
+
+def _in_other_order(case: Case, changed: list[int]) -> Finding:
+    """Returns the finding for groups entered in different orders: ``changed`` ranks had another one before."""
     ranks = case.waits.ranks_in_cycle
     words, known_of_all = [], True
     for waiters in case.waits.cycle:
@@ -377,7 +375,6 @@ def group_order(case: Case) -> Ruling:
         words.append(f"{ranks_wait(case, waiters.ranks)} in {case.group(wait.group)}{of} ({wait.words})")
     more = f"; and so on in {len(words) - 3} more" if len(words) > 3 else ""
     text = (" while " if len(words) == 2 else "; ").join(words[:3]) + more
-    changed = [rank for rank, left in _left_habits(case, 1).items() if left.sure and left.kind == "swapped"]
     aside = [rank for rank in ranks if is_outside_normal_flow(case, rank)]
     aside = aside if len(aside) < len(ranks) else []
     fewer = changed or aside or (_minority(case) if known_of_all else [])
@@ -401,3 +398,10 @@ def group_order(case: Case) -> Ruling:
         wait_claims(case, case.waits.ranks_in_cycle if fewer else ranks, limit=10),
         advice=frozenset({suggestions.ALONE_IN_GROUPS}) if alone and len(lines) > 1 and not aside else frozenset(),
     )
+
+
+_BY_HABIT: Mapping[Kind, Callable[[Case, Difference], Finding]] = {
+    "missing": _skipped_between_groups,
+    "changed": _new_between_groups,
+    "swapped": lambda case, left: _in_other_order(case, [*left.ranks]),
+}

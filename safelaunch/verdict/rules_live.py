@@ -1,21 +1,17 @@
-"""Rules for a live job: it makes progress, or some ranks printed fewer steps."""
+"""Rules for a live job: it makes progress, or a monitor found that it computes wrong results."""
 
 from __future__ import annotations
 
-from safelaunch.model import Claim, Culprit, duration
+from collections.abc import Sequence
+
+from safelaunch.model import WRONG_RESULTS_FILE, Claim, Culprit, WrongResult, duration, format_ranks
 from safelaunch.verdict.blame import condition_claims, conditions
-from safelaunch.verdict.doubts import Doubt
+from safelaunch.verdict.doubts import Doubt, doubts_if
 from safelaunch.verdict.findings import Finding, Ruling
-from safelaunch.verdict.phrases import (
-    by_place,
-    capital,
-    each_of,
-    ranks_do,
-    ranks_word,
-    waits_words,
-)
+from safelaunch.verdict.phrases import by_place, capital, each_of, ranks_do, waits_words
 from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.rhythm import silent_s
+from safelaunch.verdict.suggestions import ALL_APART, APART_AT_FIRST, APART_LATER, ONE_APART, Advice
 
 
 def slow_not_stuck(facts: CaseFacts) -> Ruling:
@@ -44,30 +40,82 @@ def slow_not_stuck(facts: CaseFacts) -> Ruling:
     return Finding("slow-not-stuck", (Doubt.ONE_LOOK,), text, claims=(*condition_claims(own), *claims))
 
 
-def printed_fewer_steps(facts: CaseFacts) -> Ruling:
-    """Only the job's output is known, and most of its ranks printed a later step than the others."""
-    steps = {rank: state.step for rank, state in facts.ranks.items() if state.evidence.progress is not None}
-    if facts.evidence.printed is None or not steps:
+# --- wrong results ----------------------------------------------------------------------------------------------------
+
+WRONG_RESULTS = ("replicas-diverged", "non-finite-gradient", "loss-diverged")
+
+
+def wrong_results(facts: CaseFacts) -> Ruling:
+    """A live job computes wrong results: replicas that differ, gradients or a loss that went wrong.
+
+    The earliest by step is the finding, as later ones might follow from it.
+    """
+    results = sorted(facts.evidence.wrong_results, key=lambda result: result.step)
+    if not results:
         return ""
-    last = max(step or 0 for step in steps.values())
-    behind = {rank: step for rank, step in steps.items() if step != last}
-    if not behind or 2 * len(behind) >= len(steps):
-        return ""
-    ahead = [rank for rank in steps if rank not in behind]
-    parts = [
-        f"{ranks_word(ranks)} printed {f'{step} as the last step' if step is not None else 'no step'}"
-        for step, ranks in by_place(behind)
-    ]
-    culprits = tuple(
-        Culprit(rank, facts.ranks[rank].evidence.host, 0, "main", None, step, f"Rank {rank} printed fewer steps.")
-        for rank, step in behind.items()
-    )
-    claims = (
-        Claim(f"rank {rank}: the last step that it printed is {step}", f"ranks/{rank}/log_tail.txt")
-        for rank, step in list(steps.items())[:8]
-        if step is not None
-    )
-    text = f"{capital(' and '.join(parts))}, while {ranks_word(ahead)} printed {last} and might wait for it."
+    first = results[0]
+    named = _named(facts, first)
+    doubtful = {
+        Doubt.NO_MAJORITY: first.kind == "replicas-diverged" and not named,
+        Doubt.ORIGIN_UNKNOWN: first.kind == "non-finite-gradient" and not named,
+        Doubt.UNSEEN_RANKS: bool(facts.unseen),
+    }
     return Finding(
-        "missing-from-collective", (Doubt.PRINTED_STEPS,), text, culprits, tuple(claims), victims=tuple(ahead)
+        first.cause,
+        doubts_if(doubtful),
+        f"{capital(first.words)}.",
+        tuple(_culprit(facts, rank, first) for rank in named),
+        (*_detail(first), *(Claim(result.words, WRONG_RESULTS_FILE) for result in results[1:])),
+        advice=_advice(first, named),
     )
+
+
+_PAIR = 2  # two ranks always differ from each other, so this says nothing
+
+
+def _advice(result: WrongResult, named: Sequence[int]) -> frozenset[Advice]:
+    if result.kind != "replicas-diverged":
+        return frozenset()
+    advice = {APART_LATER if result.since_step else APART_AT_FIRST}
+    if len(result.sides) > _PAIR and all(len(side) == 1 for side in result.sides):
+        advice.add(ALL_APART)
+    return frozenset(advice | {ONE_APART} if len(named) == 1 and result.since_step else advice)
+
+
+def _detail(result: WrongResult) -> tuple[Claim, ...]:
+    if result.kind == "loss":
+        return (Claim(result.words, WRONG_RESULTS_FILE),)
+    share = f"{result.count} of {result.total} tensors"
+    right = "all replicas were equal" if result.sides else "all were finite"
+    words = f"at step {result.since_step}, the check before: {right}"
+    before = (Claim(words, WRONG_RESULTS_FILE),) if result.since_step else ()
+    if result.sides:
+        apart = " | ".join(format_ranks(side) for side in result.sides)
+        return (
+            Claim(f"at step {result.step}: different bits on ranks {apart}, in {share}", WRONG_RESULTS_FILE),
+            *before,
+        )
+    return (
+        Claim(f"at step {result.step}: an infinity or a NaN in the gradients of {share}", WRONG_RESULTS_FILE),
+        *before,
+    )
+
+
+def _named(facts: CaseFacts, result: WrongResult) -> tuple[int, ...]:
+    return tuple(rank for rank in result.ranks if rank in facts.ranks) if set(result.ranks) < set(facts.world) else ()
+
+
+def _culprit(facts: CaseFacts, rank: int, result: WrongResult) -> Culprit:
+    rank_evidence = facts.ranks[rank].evidence
+    return Culprit(rank, rank_evidence.host, rank_evidence.pid, "main", None, result.step, f"{_reason(rank, result)}.")
+
+
+def _reason(rank: int, result: WrongResult) -> str:
+    since = f"at step {result.step}"
+    if result.kind == "replicas-diverged":
+        if result.since_step and result.since_step + 1 < result.step:
+            since = f"between steps {result.since_step} and {result.step}"
+        return f"Rank {rank} diverged from the other replicas {since}, first in {result.parameter}"
+    if result.kind == "loss":
+        return f"The loss of rank {rank} diverged {since}"
+    return f"The gradients of rank {rank} are not finite {since}, first in {result.parameter}"

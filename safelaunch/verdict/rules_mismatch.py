@@ -5,69 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from safelaunch.model import Claim, Frame
+from safelaunch.model import Frame
 from safelaunch.stacks import frames as fr
-from safelaunch.stacks.failures import Fingerprint, fingerprints
 from safelaunch.verdict.blame import blame_calls
 from safelaunch.verdict.c10d import ROOTED, describe, fits, op_name, same_op, signature
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.conflict import Call, Conflict, conflict_at, outvoted
 from safelaunch.verdict.conflict_source import by_the_source
-from safelaunch.verdict.doubts import Doubt, doubts_if
+from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.majority import sides_of, vote
-from safelaunch.verdict.phrases import by_place, capital, ranks_word, wait_words
+from safelaunch.verdict.phrases import ranks_word, wait_words
 from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.rules_history import of_role, shifted
 from safelaunch.verdict.rules_unequal import unequal_calls
 from safelaunch.verdict.waits import Case
-
-
-def compared_by_torch(case: Case) -> Ruling:
-    """torch compared the ranks' calls before they started, and ended the job: the minority is at fault.
-
-    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` does that. Each rank raises an error with its own call and a different one.
-    """
-    calls_compared = _compared(case)
-    by_call = sides_of(dict(sorted(calls_compared.items())))
-    if len(by_call) < 2:
-        return ""
-    shifts = case.histories.shifts(case.alignment.groups())
-    earlier = next((shift for shift in shifts if shift.sure), None)
-    if earlier is not None:
-        return shifted(case, earlier)
-    odd, decided = outvoted(by_call)
-    examined = [rank for rank in calls_compared if rank in case.ranks]
-    unseen = len(examined) < len(calls_compared)
-    sites = {rank: _call_site(case, rank)[0] for rank in examined}
-    stacks = {rank: fr.stack_of(case.ranks[rank].evidence, case.ranks[rank].user_stack) for rank in examined}
-    called = {rank: f"called {call.words}{fr.at(sites.get(rank))}" for rank, call in calls_compared.items()}
-    sides = by_place({rank: called[rank] for rank in sorted(called, key=lambda rank: (rank not in odd, rank))})
-    text = capital(" while ".join(f"{ranks_word(ranks)} {words}" for words, ranks in sides))
-    claims = [Claim(f"rank {r}: torch's own check found a mismatch", f"ranks/{r}/exception.json") for r in examined[:4]]
-    conflict = Conflict(
-        {r: Call(called[r], sites[r], stacks[r], f"{called[r]}, its peers did not") for r in examined},
-        tuple(rank for rank in odd if rank in sites and not (decided and unseen)),
-        decided,
-        claims=tuple(claims),
-        of="sizes" if len({call.op for call in by_call}) == 1 else "",
-    )
-    finding = blame_calls(case, conflict, f"{text}: torch compared these calls, and they do not match.")
-    return replace(finding, doubts=(*finding.doubts, *doubts_if({Doubt.UNSEEN_RANKS: unseen})))
-
-
-def _compared(case: Case) -> dict[int, Fingerprint]:
-    """Returns each rank's call as torch compared it.
-
-    Errors number ranks within their group. Each starts with its own call and quotes another, whose error might be
-    missing.
-    """
-    raised = {rank: state.evidence.exception for rank, state in case.ranks.items()}
-    calls_by_rank = {rank: fingerprints(error.message) for rank, error in raised.items() if error is not None}
-    own = {next(iter(calls)): rank for rank, calls in calls_by_rank.items() if calls}
-    alike = all(number == rank for number, rank in own.items())
-    expected = {own.get(n, n if alike else -1): call for calls in calls_by_rank.values() for n, call in calls.items()}
-    return {rank: call for rank, call in expected.items() if rank >= 0}
 
 
 def mismatch(case: Case) -> Ruling:
@@ -141,7 +93,7 @@ def _located(facts: CaseFacts, conflict: Conflict) -> Conflict:
     names = {rank: describe(e) if sizes_differ else op_name(e) for rank, e in conflict.entries.items()}
     calls: dict[int, Call] = {}
     for rank, entry in conflict.entries.items():
-        site, stack = _call_site(facts, rank, entry.frames)
+        site, stack = call_site(facts, rank, entry.frames)
         numbered = describe(entry, f" #{entry.seq}") if sizes_differ else f"{op_name(entry)} #{entry.seq}"
         calls[rank] = Call(f"{names[rank]} at {fr.place(site)}" if site else numbered, site, stack)
     parts = (f"{names[members[0]]} on {ranks_word(members)}" for members in conflict.sides.values())
@@ -157,12 +109,12 @@ def _by_stacks(facts: CaseFacts, ranks: Sequence[int]) -> Conflict:
         ops[rank] = next((op for op in ops.values() if same_op(op, wait.op)), wait.op)
     ops_differ = len({*ops.values()}) > 1
     lines = {rank: (wait.frame.file, wait.frame.line) if wait.frame else ("", 0) for rank, wait in waits.items()}
-    calls = {rank: Call(words, *_call_site(facts, rank)) for rank, words in wait_words(facts, ranks).items()}
+    calls = {rank: Call(words, *call_site(facts, rank)) for rank, words in wait_words(facts, ranks).items()}
     doubt = Doubt.STACKS_ALONE if ops_differ else Doubt.LINES_ALONE
     return Conflict(calls, *outvoted(sides_of(ops if ops_differ else lines)), (doubt,))
 
 
-def _call_site(facts: CaseFacts, rank: int, recorded: tuple[Frame, ...] = ()) -> tuple[Frame | None, fr.Stack]:
+def call_site(facts: CaseFacts, rank: int, recorded: tuple[Frame, ...] = ()) -> tuple[Frame | None, fr.Stack]:
     state = facts.ranks[rank]
     view = state.view if state.wait is None or state.wait.thread is None else None
     frames = recorded or (view.frames if view else ())

@@ -14,15 +14,16 @@ from safelaunch.model import (
     Rendezvous,
     format_ranks,
 )
-from safelaunch.verdict.blame import conditions, wait_claims
+from safelaunch.verdict.blame import condition_claims, conditions, wait_claims
 from safelaunch.verdict.causes import FAILURES
 from safelaunch.verdict.doubts import Doubt, doubts_if
-from safelaunch.verdict.exceptions import is_timeout, one_line
+from safelaunch.verdict.exceptions import is_timeout, nccl_failure, one_line
 from safelaunch.verdict.exits import aborted_in
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.nccl_witness import nccl_states
-from safelaunch.verdict.phrases import capital, ranks_do, ranks_word, waits_words
+from safelaunch.verdict.phrases import capital, clause_of, ranks_do, ranks_word, unseen_words, waits_words
 from safelaunch.verdict.rank_state import CaseFacts
+from safelaunch.verdict.rules_wait import mismatch_in
 from safelaunch.verdict.versions import version_claims
 from safelaunch.verdict.waits import Case
 
@@ -64,17 +65,21 @@ def node_lost(case: Case) -> Ruling:
     """Every failure is a lost connection to a rank of a node that fell silent without reporting anything.
 
     Nodes that failed, were stopped or ended normally report that, unless the store ended before: it ends with the agent
-    that hosts it. So its end blames no node while the host answers.
+    that hosts it. So its end blames no node while the host answers. If only the job's output is known, a single host
+    that closed connections is that node.
     """
-    own = conditions(case, *FAILURES)
+    raised = {rank: error for rank, state in case.ranks.items() if (error := state.evidence.exception) is not None}
+    timed_out = {rank for rank, error in raised.items() if is_timeout(error)}
+    nodes, own = case.evidence.nodes, conditions(case, *FAILURES)
+    if case.evidence.printed is not None and len(nodes) == 1:
+        lost = [rank for rank in raised if rank not in timed_out]
+        return _host_lost(case, nodes[0], lost) if nodes[0].trouble or (lost and nodes[0].ranks and not own) else ""
     if any(c.cause != "rank-killed" or aborted_in(case.ranks[rank].evidence) is None for rank, c in own.items()):
         return ""
-    raised = {rank: state.evidence.exception for rank, state in case.ranks.items()}
-    lost = [rank for rank, error in raised.items() if rank in own or (error is not None and rank in case.waiting)]
-    timed_out = any((error := raised[rank]) is not None and is_timeout(error) for rank in lost)
+    lost = [rank for rank in case.ranks if rank in own or (rank in raised and rank in case.waiting)]
     gone = [node for node in _gone(case) if not node.ranks or case.unseen & set(node.ranks)]
     gone = [node for node in gone if node.silent_s or node.probe == "no answer"]
-    if not gone or not lost or timed_out:
+    if len(nodes) < 2 or not gone or not lost or not timed_out.isdisjoint(lost):
         return ""
     brief = max(node.silent_s for node in gone) < SILENT_S
     places = waits_words(case, lost)
@@ -86,15 +91,7 @@ def node_lost(case: Case) -> Ruling:
     return _finding(case, "node-lost", doubts, text, gone, lost)
 
 
-def silent_host(case: Case) -> Ruling:
-    """Only the job's output is known: one host closed connections, and its ranks report no failure."""
-    raised = {rank: state.evidence.exception for rank, state in case.ranks.items()}
-    lost = [rank for rank, error in raised.items() if error is not None and not is_timeout(error)]
-    if case.evidence.printed is None or len(case.evidence.nodes) != 1:
-        return ""
-    (node,) = case.evidence.nodes
-    if not node.trouble and (not lost or not node.ranks or conditions(case, *FAILURES)):
-        return ""
+def _host_lost(case: Case, node: NodeEvidence, lost: list[int]) -> Finding:
     why = "" if node.trouble else " without reporting a failure"
     about = [node.trouble] if node.trouble else []
     about += [f"{ranks_word(lost)} lost the connection to it"] if lost else []
@@ -106,15 +103,19 @@ def silent_host(case: Case) -> Ruling:
     return Finding("node-lost", doubts, text, claims=wait_claims(case, lost), victims=tuple(lost), nodes=at_fault)
 
 
-def store_lost(case: Case) -> Ruling:
-    """torchrun's agent has failed here because the agents' store is gone, and its host reported nothing before.
+def ended_elsewhere(case: Case) -> Ruling:
+    """The process that ended first was not seen: it hosted torchrun's store, or ranks lost their connections to it.
 
-    Ranks need not have failed: the agent ends them.
+    Ranks here need not have failed, as an agent that lost its store ends them.
     """
+    return _store_lost(case) or _unseen_peer_ended(case)
+
+
+def _store_lost(case: Case) -> Finding | None:
     failed = [node for node in case.evidence.nodes if node.here and node.agent_error]
     hosts = [node for node in _gone(case) if node.store]
     if not failed or not hosts:
-        return ""
+        return None
     answers = all(node.probe == "answers" for node in hosts)
     text = f"Torchrun on {_hosts(failed)} failed: its agents' store was on {_names(hosts)}, "
     text += "where torchrun has ended" if answers else "which is silent: it is down, or cut off"
@@ -126,7 +127,48 @@ def store_lost(case: Case) -> Ruling:
     return replace(finding, claims=(*finding.claims, reason))
 
 
-def node_cut_off(case: Case) -> Ruling:
+def _unseen_peer_ended(facts: CaseFacts) -> Ruling:
+    errors = {rank: facts.ranks[rank].evidence.exception for rank in facts.waiting}
+    lost = [rank for rank, error in errors.items() if error is not None]
+    unseen = facts.unseen or facts.evidence.world_guessed
+    if not unseen or not lost or any(error is not None and is_timeout(error) for error in errors.values()):
+        return ""
+    subject = capital(f"{'' if len(facts.unseen) == 1 else 'one of '}{ranks_word(facts.unseen)}")
+    named = [node.host for node in facts.evidence.nodes if not node.here and not node.ranks]
+    if facts.evidence.world_guessed or (facts.evidence.printed is not None and named):
+        subject = " or ".join(f"A process on {host}" for host in named) or "A peer"
+    places = dict.fromkeys(facts.waiting[rank].words for rank in lost)
+    printed = facts.evidence.printed is not None
+    where = ", which doesn't appear in the log" if printed else ", on another node"
+    ended = "ended first, or could not be reached" if facts.evidence.world_guessed else "ended first"
+    text = f"{subject}{where}, {ended}: {ranks_word(lost)} lost the connection in "
+    text += f"{' and '.join(list(places)[:2])}."
+    if facts.evidence.stall_s:
+        text += (
+            f" There had been no step here for {facts.evidence.stall_s:.0f} s: that node might have ended a hung job."
+        )
+    place = "that rank's output" if printed else "that node's bundle or output"
+    text += f" What went wrong is in {place}."
+    failures = (nccl_failure(facts.ranks[rank].evidence) for rank in lost)
+    cause = (
+        "node-unreachable"
+        if named and any(failure and failure.kind == "infiniband" for failure in failures)
+        else "rank-exited"
+    )
+    return Finding(cause, (Doubt.UNSEEN_RANKS,), text, claims=wait_claims(facts, lost), victims=tuple(lost))
+
+
+def unseen_peers(case: Case) -> Ruling:
+    """Ranks wait for ranks that were not seen: their node is cut off or silent, or nothing more is known of them.
+
+    A connection to a node shows what has gone silent there. A majority alone names no rank; a mismatch among the seen
+    ranks is still reported, without a culprit.
+    """
+    finding = (_cut_off(case) or _silent(case)) if len(case.evidence.nodes) > 1 else None
+    return finding or ("" if case.waits.blockers <= case.ranks.keys() else _of_unknown_state(case))
+
+
+def _cut_off(case: Case) -> Finding | None:
     """Both sides are alive, but lost contact with each other; or this node has no address or route to the others.
 
     Both are known to be alive because the evidence includes a node that others lost contact with.
@@ -135,7 +177,7 @@ def node_cut_off(case: Case) -> Ruling:
     unreached = [node for node in case.evidence.nodes if node.is_gone and node.probe == "no route"]
     gone = _gone(case)
     if case.evidence.outcome == "crash":
-        return ""
+        return None
     if unreached and len(alive) == 1 and not gone:
         own = [structs.replace(alive[0], probe="no route")]
         text = f"{_names(own)} is cut off from {_names(unreached)}: {_TRIED['no route']}."
@@ -144,7 +186,7 @@ def node_cut_off(case: Case) -> Ruling:
     gone = gone or [structs.replace(node, probe="") for node in unreached]  # both sides alive: the link is down
     gone = [node for node in gone if any(_same(node, own_node) for own_node in alive)]
     if not gone:
-        return ""
+        return None
     sides = [ranks_word(node.ranks) for node in alive if node.ranks]
     text = f"{_names(gone)} {'was' if len(gone) == 1 else 'were'} cut off: both sides are alive, but lost contact with"
     text += " each other"
@@ -154,12 +196,11 @@ def node_cut_off(case: Case) -> Ruling:
     return _finding(case, "node-unreachable", doubts, text, gone, sorted(case.waiting))
 
 
-def node_silent(case: Case) -> Ruling:
-    """Ranks wait for ranks of a silent node; a connection to it shows what has gone silent there."""
+def _silent(case: Case) -> Finding | None:
     awaited = case.waits.blockers
     silent = [node for node in _gone(case) if awaited & set(node.ranks) & case.unseen]
     if not silent or awaited & case.unseen - _ranks_of(silent):
-        return ""
+        return None
     # NCCL's report on its ranks overrides a guess about the node, and confirms what a connection to it shows.
     states = nccl_states(case.evidence)
     answers = {states.get(rank, "") for rank in _ranks_of(silent)}
@@ -178,30 +219,38 @@ def node_silent(case: Case) -> Ruling:
     return _finding(case, cause, doubts_if(doubts), text, silent, waiting)
 
 
-def launcher_stopped(case: Case) -> Ruling:
-    """A node's torchrun agent is stopped, and ranks only wait, for peers or for its store."""
+def _of_unknown_state(case: Case) -> Finding:
+    waiting = sorted(case.waiting)
+    they = "they wait" if len(waiting) > 1 else "it waits"
+    text = f"{capital(waits_words(case, waiting))}; {unseen_words(case)} and might be what {they} for."
+    own = {rank: condition for rank, condition in conditions(case).items() if case.may_wait_elsewhere(rank)}
+    if own:
+        text += f" {capital(clause_of(own, case, []))}, perhaps waiting for one of them."
+    cause = "missing-from-collective"
+    if also := mismatch_in(case):
+        cause = "collective-mismatch"
+        text += f" Among those seen, ranks recorded {also}."
+    claims = wait_claims(case, case.waiting) + condition_claims(own)
+    return Finding(cause, (Doubt.UNSEEN_PEERS,), text, claims=claims)
+
+
+def node_reports_why(case: Case) -> Ruling:
+    """Ranks only wait, and a node reports why: its torchrun agent is stopped, or something failed there."""
     stopped = [node for node in case.evidence.nodes if node.agent == "stopped"]
+    failed = [node for node in case.evidence.nodes if node.trouble and not node.here and case.unseen & set(node.ranks)]
     waiting = _only_waiting(case)
-    if not stopped or not waiting:
+    if not waiting or not (stopped or failed):
         return ""
-    by_store = any(wait.kind == "init" for wait in case.waiting.values())
-    text = f"torchrun is stopped on {_names(stopped)}, while {waits_words(case, waiting)}."
-    doubts = {Doubt.BY_EXCLUSION: not by_store, Doubt.UNSEEN_RANKS: bool(case.unseen)}
-    return _finding(case, "launcher-stopped", doubts_if(doubts), capital(text), stopped, waiting)
-
-
-def failed_elsewhere(case: Case) -> Ruling:
-    """Ranks only wait, and another node has reported what failed there."""
-    reporting = [
-        node for node in case.evidence.nodes if node.trouble and not node.here and case.unseen & set(node.ranks)
-    ]
-    waiting = _only_waiting(case)
-    if not reporting or not waiting:
-        return ""
-    text = f"{capital(waits_words(case, waiting))}; {'; '.join(node.trouble for node in reporting[:4])}."
-    claims = tuple(Claim(f"node {node.host} reported: {node.trouble}", NODES_FILE) for node in reporting)
-    doubts = doubts_if({Doubt.UNSEEN_RANKS: True})
-    return Finding("rank-exited", doubts, text, claims=(*claims, *wait_claims(case, waiting)), victims=tuple(waiting))
+    waits = waits_words(case, waiting)
+    if stopped:
+        by_store = any(wait.kind == "init" for wait in case.waiting.values())
+        doubts = {Doubt.BY_EXCLUSION: not by_store, Doubt.UNSEEN_RANKS: bool(case.unseen)}
+        text = f"torchrun is stopped on {_names(stopped)}, while {waits}."
+        return _finding(case, "launcher-stopped", doubts_if(doubts), text, stopped, waiting)
+    text = f"{waits}; {'; '.join(node.trouble for node in failed[:4])}."
+    claims = (Claim(f"node {node.host} reported: {node.trouble}", NODES_FILE) for node in failed)
+    finding = _finding(case, "rank-exited", (Doubt.UNSEEN_RANKS,), text, (), waiting)
+    return replace(finding, claims=(*claims, *finding.claims))
 
 
 def versions_differ(case: Case) -> Ruling:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from safelaunch.model import Claim
+from safelaunch.model import Claim, Culprit
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.stacks.guards import conditions_to
@@ -19,7 +19,6 @@ from safelaunch.verdict.exceptions import (
     failure_of_rank,
     has_lost_a_peer,
     is_aborted,
-    is_timeout,
     nccl_failure,
     one_line,
 )
@@ -28,6 +27,7 @@ from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.guarding import guard_of
 from safelaunch.verdict.majority import sides_of
 from safelaunch.verdict.phrases import (
+    by_place,
     capital,
     each_of,
     ranks_do,
@@ -46,21 +46,21 @@ CLOCKS_S = 2.0
 _STORE = frozenset({STORE_NOT_REACHED})
 
 
-def launcher_failed(facts: CaseFacts) -> Ruling:
-    """The program that `exec` started, usually a launcher, failed in its own code before any rank was seen.
+def _launcher_failed(facts: CaseFacts) -> Finding | None:
+    """Returns the finding for the program that `exec` started if it failed in its own code before any rank was seen.
 
     It counts as rank 0 of a job of one, since no other process joined; it runs no user code and made no step or call.
     """
     launched, launched_rank = facts.evidence.launched, next(iter(facts.ranks.values()), None)
     if launched is None or launched.typed[:1] != ("exec",) or launched_rank is None or len(facts.world) > 1:
-        return ""
+        return None
     raised, exited, record = (
         launched_rank.evidence.exception,
         launched_rank.evidence.exit_call,
         launched_rank.evidence.flight_record,
     )
     if launched_rank.step is not None or (record is not None and record.entries):
-        return ""
+        return None
     stack = fr.stack_of(
         launched_rank.evidence, raised.frames if raised is not None else exited.frames if exited is not None else ()
     )
@@ -76,7 +76,7 @@ def launcher_failed(facts: CaseFacts) -> Ruling:
         text = f"The launcher ({program}) called {exited.function}({exited.code}): no rank was seen."
         claim = Claim(f"it called {exited.function}()", f"{launched_rank.folder}/exit_call.json")
         return Finding("rank-exited", (), text, claims=(claim,), advice=advice)
-    return ""
+    return None
 
 
 def first_failure(facts: CaseFacts) -> Ruling:
@@ -85,9 +85,11 @@ def first_failure(facts: CaseFacts) -> Ruling:
     Errors that report a peer's death are not failures (:mod:`.exits`). Times decide between the others: the exception's
     own clock, or the moment the launcher noticed. Ranks that failed in the same way (same exception at the same line,
     same status) are equally at fault. A clean exit is a failure only if there is no other: in a crash, the rank that
-    left first broke its peers' connections.
+    left first broke its peers' connections. Before any rank, the launcher can fail.
     """
     crash = facts.evidence.outcome == "crash"
+    if crash and (of_launcher := _launcher_failed(facts)) is not None:
+        return of_launcher
     failed = conditions(facts, *FAILURES) or (conditions(facts, "uneven-batches") if crash else {})
     if not failed:
         return "no rank failed on its own" if crash else ""
@@ -129,38 +131,6 @@ def _ended_before(facts: CaseFacts, first: RankFacts, later: Iterable[int]) -> b
     return own is not None and any(
         (end := ends[rank]) is not None and end.time_unix_s + 1.0 <= own.time_unix_s for rank in later
     )
-
-
-def unseen_peer_ended(facts: CaseFacts) -> Ruling:
-    """Every failure is a lost connection to an unseen rank, which therefore ended first."""
-    errors = {rank: facts.ranks[rank].evidence.exception for rank in facts.waiting}
-    lost = [rank for rank, error in errors.items() if error is not None]
-    unseen = facts.unseen or facts.evidence.world_guessed
-    if not unseen or not lost or any(error is not None and is_timeout(error) for error in errors.values()):
-        return ""
-    subject = capital(f"{'' if len(facts.unseen) == 1 else 'one of '}{ranks_word(facts.unseen)}")
-    named = [node.host for node in facts.evidence.nodes if not node.here and not node.ranks]
-    if facts.evidence.world_guessed or (facts.evidence.printed is not None and named):
-        subject = " or ".join(f"A process on {host}" for host in named) or "A peer"
-    places = dict.fromkeys(facts.waiting[rank].words for rank in lost)
-    printed = facts.evidence.printed is not None
-    where = ", which doesn't appear in the log" if printed else ", on another node"
-    ended = "ended first, or could not be reached" if facts.evidence.world_guessed else "ended first"
-    text = f"{subject}{where}, {ended}: {ranks_word(lost)} lost the connection in "
-    text += f"{' and '.join(list(places)[:2])}."
-    if facts.evidence.stall_s:
-        text += (
-            f" There had been no step here for {facts.evidence.stall_s:.0f} s: that node might have ended a hung job."
-        )
-    place = "that rank's output" if printed else "that node's bundle or output"
-    text += f" What went wrong is in {place}."
-    failures = (nccl_failure(facts.ranks[rank].evidence) for rank in lost)
-    cause = (
-        "node-unreachable"
-        if named and any(failure and failure.kind == "infiniband" for failure in failures)
-        else "rank-exited"
-    )
-    return Finding(cause, (Doubt.UNSEEN_RANKS,), text, claims=wait_claims(facts, lost), victims=tuple(lost))
 
 
 def _might_have_extra_call(facts: CaseFacts, ended: Collection[int], waiting: Collection[int]) -> bool:
@@ -298,8 +268,14 @@ def held_up_by_device(facts: CaseFacts) -> Ruling:
     return blame(facts, "gpu-lost" if lost else "gpu-kernel", most_doubtful(named.values()), named)
 
 
-def alone(facts: CaseFacts) -> Ruling:
-    """No rank waits for a peer: the odd one out is at fault, if there is one.
+def odd_one_out(facts: CaseFacts) -> Ruling:
+    """No rank waits for a peer: the one that differs from most is at fault, by its place or its last printed step."""
+    ruling = _odd_by_place(facts)
+    return ruling if isinstance(ruling, Finding) else _printed_fewer_steps(facts) or ruling
+
+
+def _odd_by_place(facts: CaseFacts) -> Ruling:
+    """Blames the ranks that are not where most are.
 
     Finished ranks don't count; a single unfinished one is at fault. If a strict majority is at one place and all ranks
     were seen, the ranks elsewhere are odd, with low confidence: nothing shows that the others wait for them. Several
@@ -329,6 +305,34 @@ def alone(facts: CaseFacts) -> Ruling:
     rest = f"{capital(each_of(most))} {first.reason}; nothing shows that they wait for each other."
     text = f"{summary_of(odd, facts, [])} {rest}"
     return blame(facts, next(iter(odd.values())).cause, (Doubt.NO_WAIT_SHOWN,), odd, summary=text)
+
+
+def _printed_fewer_steps(facts: CaseFacts) -> Finding | None:
+    steps = {rank: state.step for rank, state in facts.ranks.items() if state.evidence.progress is not None}
+    if facts.evidence.printed is None or not steps:
+        return None
+    last = max(step or 0 for step in steps.values())
+    behind = {rank: step for rank, step in steps.items() if step != last}
+    if not behind or 2 * len(behind) >= len(steps):
+        return None
+    ahead = [rank for rank in steps if rank not in behind]
+    parts = [
+        f"{ranks_word(ranks)} printed {f'{step} as the last step' if step is not None else 'no step'}"
+        for step, ranks in by_place(behind)
+    ]
+    culprits = tuple(
+        Culprit(rank, facts.ranks[rank].evidence.host, 0, "main", None, step, f"Rank {rank} printed fewer steps.")
+        for rank, step in behind.items()
+    )
+    claims = (
+        Claim(f"rank {rank}: the last step that it printed is {step}", f"ranks/{rank}/log_tail.txt")
+        for rank, step in list(steps.items())[:8]
+        if step is not None
+    )
+    text = f"{capital(' and '.join(parts))}, while {ranks_word(ahead)} printed {last} and might wait for it."
+    return Finding(
+        "missing-from-collective", (Doubt.PRINTED_STEPS,), text, culprits, tuple(claims), victims=tuple(ahead)
+    )
 
 
 def no_rank_stands_out(facts: CaseFacts) -> Finding:

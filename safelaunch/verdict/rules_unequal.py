@@ -7,7 +7,7 @@ from dataclasses import replace
 from safelaunch.model import Claim
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
-from safelaunch.verdict.blame import blame_calls, blame_either_end
+from safelaunch.verdict.blame import blame_calls
 from safelaunch.verdict.c10d import elements, is_root, number_of, op_name
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.conflict import Call, Conflict, outvoted
@@ -15,51 +15,10 @@ from safelaunch.verdict.doubts import Doubt
 from safelaunch.verdict.findings import Finding, Ruling
 from safelaunch.verdict.majority import sides_of
 from safelaunch.verdict.peers import PeerWait
-from safelaunch.verdict.phrases import apart, capital, ranks_do, ranks_wait, ranks_word, wait_words, waits_words
+from safelaunch.verdict.phrases import capital, ranks_do, ranks_wait, ranks_word, waits_words
 from safelaunch.verdict.rank_state import CaseFacts, RankFacts
-from safelaunch.verdict.suggestions import PEERS_DIFFER, ROOTS_DIFFER, TAGS_DIFFER
-from safelaunch.verdict.waits import Case, Waiters, ranks_in
-
-
-def unmatched_transfers(case: Case) -> Ruling:
-    """A send and a receive never meet: their tags differ, or, as every batch is known, one rank names a wrong peer.
-
-    That rank alone explains it: it sends to a rank that doesn't expect a message, while another rank waits for one; or
-    the reverse.
-    """
-    named = {rank: case.waiting[rank] for rank in ranks_in(case.waits.transfers_of_cycle)}
-    for rank, wait in named.items():
-        other = named.get(wait.peer) if wait.peer is not None else None
-        if wait.target is None or other is None or other.source != rank or None in (wait.tag, other.tag):
-            continue
-        if wait.tag != other.tag:
-            words = capital(apart(case, wait_words(case, (rank, wait.target))))
-            text = f"{words}: the tags differ, {wait.tag} and {other.tag}."
-            return blame_either_end(case, (rank, wait.target), text, TAGS_DIFFER)
-    return _wrong_peer(case) if not case.unseen else ""
-
-
-def _wrong_peer(case: Case) -> Ruling:
-    transfers = (rank for rank, wait in case.waiting.items() if wait.kind == "p2p")
-    batches = {rank: case.ranks[rank].evidence.gil.posted for rank in transfers}
-    if not all(batches.values()):
-        return ""
-    ends = {(transfer.sends, rank, transfer.peer) for rank, batch in batches.items() for transfer in batch}
-    unmet = [(sends, rank, peer) for sends, rank, peer in ends if (not sends, peer, rank) not in ends]
-    wrong_peers = [
-        (sends, rank, peer, other)
-        for sends, rank, peer in unmet
-        for transfer, other, named in unmet
-        if transfer is not sends and named == rank and other != peer and peer in batches
-    ]
-    if len({rank for _, rank, _, _ in wrong_peers}) != 1:
-        return ""
-    sends, rank, peer, other = min(wrong_peers)
-    does, wants = ("sends to", "receive from") if sends else ("receives from", "send to")
-    text = f"{does} rank {peer}, which does not expect that, while rank {other} waits to {wants} rank {rank}"
-    pairs = {end: Call(does=text) for end in (rank, peer, other)}
-    conflict = Conflict(pairs, (rank,), "open", advice=frozenset({PEERS_DIFFER}))
-    return blame_calls(case, conflict, f"Rank {rank} {text}.")
+from safelaunch.verdict.suggestions import ROOTS_DIFFER
+from safelaunch.verdict.waits import Case, Waiters
 
 
 def unequal_calls(case: Case) -> Finding | None:

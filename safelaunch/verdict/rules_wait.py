@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from safelaunch.model import Claim, Collective, Frame
+from safelaunch.model import Claim, Frame
 from safelaunch.stacks import calls
 from safelaunch.stacks import frames as fr
 from safelaunch.verdict.blame import (
     blame,
-    blame_either_end,
     condition_claims,
-    conditions,
     culprit,
     most_doubtful,
     wait_claims,
     waiting_culprit,
-    waiting_culprits,
 )
-from safelaunch.verdict.c10d import call_words, op_name
+from safelaunch.verdict.c10d import call_words
 from safelaunch.verdict.conditions import Condition, record_claim, thread_condition
 from safelaunch.verdict.conflict import conflict_at
 from safelaunch.verdict.doubts import Doubt, doubts_if, levels_of
@@ -28,21 +25,17 @@ from safelaunch.verdict.graph import NodeKind
 from safelaunch.verdict.own_words import ended_thread, log_claim
 from safelaunch.verdict.phrases import (
     capital,
-    clause_of,
     ranks_wait,
     ranks_word,
     summary_of,
-    unseen_words,
-    waits_words,
 )
-from safelaunch.verdict.rules_history import skipped
 from safelaunch.verdict.suggestions import (
     LOCK,
     LOCKED_INIT,
     OWN_LOOP,
     Advice,
 )
-from safelaunch.verdict.waits import AwaitedHolder, Case, Waiters, ranks_in
+from safelaunch.verdict.waits import AwaitedHolder, Case
 
 _UNEXPLAINED = Condition(
     "missing-from-collective",
@@ -68,7 +61,7 @@ def blocked_by(case: Case) -> Ruling:
     named = {r: case.ranks[r].condition or _UNEXPLAINED for r in roots}
     named = dict(sorted(named.items(), key=lambda item: (levels_of(item[1].doubts), item[0])))
     cause = next(iter(named.values())).cause
-    also, waiting = _mismatch_in(case), [waiters.wait for waiters in case.waits.classes.values()]
+    also, waiting = mismatch_in(case), [waiters.wait for waiters in case.waits.classes.values()]
     doubts = {
         Doubt.SEVERAL_CAUSES: len({c.cause for c in named.values()}) > 1,
         Doubt.UNSEEN_RANKS: bool(blocking - frozenset(case.ranks)),
@@ -108,100 +101,11 @@ def _not_entered(case: Case, roots: list[int], limit: int = 4) -> tuple[Claim, .
     return tuple(claims)
 
 
-def _mismatch_in(case: Case) -> str:
+def mismatch_in(case: Case) -> str:
     waits = [waiters.wait for waiters in case.waits.classes.values() if waiters.wait.kind == "collective"]
     calls = [(wait.group, wait.seq) for wait in waits if wait.group is not None and wait.seq is not None]
     conflict = next((found for call in calls if (found := conflict_at(case.alignment, *call)) is not None), None)
     return f"different operations as #{conflict.seq} of {case.group(conflict.group)}" if conflict is not None else ""
-
-
-def unseen_peers(case: Case) -> Ruling:
-    """Ranks wait for peers that were not seen: a majority alone names no rank.
-
-    A mismatch among the seen ranks is still reported, without a culprit.
-    """
-    if case.waits.blockers <= case.ranks.keys():
-        return ""
-    waiting = sorted(case.waiting)
-    they = "they wait" if len(waiting) > 1 else "it waits"
-    text = f"{capital(waits_words(case, waiting))}; {unseen_words(case)} and might be what {they} for."
-    own = {rank: condition for rank, condition in conditions(case).items() if case.may_wait_elsewhere(rank)}
-    if own:
-        text += f" {capital(clause_of(own, case, []))}, perhaps waiting for one of them."
-    cause = "missing-from-collective"
-    if also := _mismatch_in(case):
-        cause = "collective-mismatch"
-        text += f" Among those seen, ranks recorded {also}."
-    claims = wait_claims(case, case.waiting) + condition_claims(own)
-    return Finding(cause, (Doubt.UNSEEN_PEERS,), text, claims=claims)
-
-
-def sends_and_receives(case: Case) -> Ruling:
-    """Sends and receives wait for each other, and no other rank is on its way to answer.
-
-    gloo doesn't record peers, so the cycle is inferred: no other rank is left that could come. A rank in a collective
-    might still have skipped its part of the exchange; without peers, nothing shows that.
-    """
-    ranks = ranks_in(_inner_cycle(case.waits.transfers_of_cycle))
-    if not ranks:
-        return ""
-    certain = all(_names_its_peer(case, waiters) for waiters in case.waits.cycle)
-    text = f"{capital(waits_words(case, ranks))}: each waits for another."
-    rest = waits_words(case, [rank for rank in case.waits.ranks_in_cycle if rank not in ranks])
-    if rest and not certain:
-        text += f" Or one of them waits for a peer that continued without it: {rest}."
-    return Finding(
-        "p2p-cycle",
-        doubts_if({Doubt.PEERS_NOT_RECORDED: not certain}),
-        text,
-        waiting_culprits(case, ranks),
-        wait_claims(case, ranks),
-    )
-
-
-def one_sided(case: Case) -> Ruling:
-    """A rank waits to send to or receive from a peer that is elsewhere, waiting for the rank in turn.
-
-    The peer's habit might show that it skipped its part; otherwise the rank might have made an extra call. A majority
-    shows nothing, as a send or receive involves only two ranks.
-    """
-    for waiters in case.waits.transfers_of_cycle:
-        rank, wait, peer = waiters.ranks[0], waiters.wait, waiters.wait.peer
-        if peer is None or peer not in case.waits.ranks_in_cycle or (peer_wait := case.waiting[peer]).kind == "p2p":
-            continue
-        text = f"{capital(ranks_wait(case, [rank]))} in {wait.words}, and rank {peer} in {peer_wait.words}"
-        pair, left_out = (rank, peer), _left_out(case, peer)
-        if left_out is not None:
-            site = case.alignment.stack(peer, left_out).user_frame
-            did = f"skipped {op_name(left_out)}{fr.at(site)}, which it had always called right before {peer_wait.words}"
-            return skipped(case, peer, site, did, wait_claims(case, pair), text)
-        text += f": rank {rank} has made one call too many, or rank {peer} left out the other end."
-        return blame_either_end(case, pair, text)
-    return ""
-
-
-def _left_out(case: Case, rank: int) -> Collective | None:
-    now = case.call_of(rank)
-    left = case.histories.left_habit(rank, now, -1) if now is not None else None
-    is_shown = left is not None and left.kind == "missing" and left.sure
-    return left.expected if left is not None and is_shown and left.expected.is_p2p else None
-
-
-def _names_its_peer(case: Case, waiters: Waiters) -> bool:
-    wait = waiters.wait
-    if wait.kind != "p2p":
-        return False
-    missing = case.transfers.peers_missing(waiters.ranks[0], wait.group) if wait.group is not None else None
-    return wait.peer is not None or missing is not None
-
-
-def _inner_cycle(classes: tuple[Waiters, ...]) -> tuple[Waiters, ...]:
-    while True:
-        members = set(ranks_in(classes))
-        bound = tuple(waiters for waiters in classes if waiters.blockers & (members - set(waiters.ranks)))
-        if bound == classes:
-            return classes if len(members) > 1 else ()
-        classes = bound
 
 
 # --- waits between ranks outside c10d calls ---------------------------------------------------------------------------

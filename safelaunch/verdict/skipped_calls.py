@@ -57,7 +57,13 @@ def _explanation(
     )
 
 
-def caught_exception(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
+def skipped_calls(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
+    """Blames an exception that ranks caught, or a printed line at which they skipped calls."""
+    yield from _caught_exception(facts, finding)
+    yield from _skipped_batch(facts, finding)
+
+
+def _caught_exception(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """Blames a caught exception if it explains the finding.
 
     The exception must lie between the rank's last call in common with its peers and its first different one, or where a
@@ -78,7 +84,7 @@ def caught_exception(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]
     yield _explanation(finding, fits, Reason.CAUGHT, words, "the exception")
 
 
-def skipped_batch(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
+def _skipped_batch(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """Blames a skipped batch if only the ranks at fault printed something as they skipped calls.
 
     A record with an extra call contradicts that; one with a missing call confirms it. A rank that has left the loop

@@ -6,31 +6,35 @@ from collections.abc import Iterator
 
 from safelaunch.model import Claim, Frame
 from safelaunch.stacks import frames as fr
-from safelaunch.verdict.blame import condition_claims, conditions, waiting_culprit
-from safelaunch.verdict.causes import FAILURES
+from safelaunch.verdict.blame import conditions, waiting_culprit
 from safelaunch.verdict.conditions import record_claim
 from safelaunch.verdict.doubts import Doubt
-from safelaunch.verdict.findings import Annotation, Finding, Reason, Ruling
+from safelaunch.verdict.findings import Annotation, Finding, Reason
 from safelaunch.verdict.phrases import capital, ranks_word, waits_words
 from safelaunch.verdict.rank_state import CaseFacts
 from safelaunch.verdict.suggestions import WRONG_GROUP
 from safelaunch.verdict.waits import Case, Waiters
 
 # torch warns about a collective on a group that the rank isn't in, and skips it. That is harmless if every member calls
-# too. If a group waits for a member that called on a foreign group, that member took the wrong one, and findings about
-# the order of groups follow from it. Without a warning, habit shows it: the newest call from a line is in a new group.
+# too. If a group waits for a member that called on a foreign group, that member took the wrong one.
 
 
 def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
+    """Blames ranks that called in a wrong group, which torch's warning shows, or else their habit."""
+    note = _warned(case, finding) or _left_usual_group(case, finding)
+    yield from [note] if note is not None else []
+
+
+def _warned(case: Case, finding: Finding) -> Annotation | None:
     """Blames ranks that called on a foreign group while their own group waits for them."""
     outsiders = _waiters_for_outsiders(case)
     if not outsiders or not outsiders.keys() <= {culprit.rank for culprit in finding.culprits}:
-        return
+        return None
     they, their, groups = ("it is", "its", "group") if len(outsiders) == 1 else ("they are", "their", "groups")
     ops = "/".join(sorted({waiters.wait.op for waiters in outsiders.values()}))
     waits = waits_words(case, sorted({rank for waiters in outsiders.values() for rank in waiters.ranks}))
     text = f"{capital(ranks_word(outsiders))} called {ops} on a group that {they} not in"
-    yield Annotation(
+    return Annotation(
         f"{text}, which torch skips with a warning, while {waits} in {their} own {groups}.",
         tuple(
             Claim(f"rank {rank}: torch warns: {_warning(waiters, rank)}", f"ranks/{rank}/log_tail.txt")
@@ -49,26 +53,40 @@ def wrong_group(case: Case, finding: Finding) -> Iterator[Annotation]:
     )
 
 
-def another_group(case: Case, finding: Finding) -> Iterator[Annotation]:
-    """Blames ranks that left their habit, if they are no majority of the waiting ranks."""
-    named = [culprit.rank for culprit in finding.culprits if culprit.rank in case.waiting]
-    named = [] if finding.of == "usual group" else named
+def _left_usual_group(case: Case, finding: Finding) -> Annotation | None:
+    """Blames ranks, if they are no majority, whose call is in a different group from all earlier ones at that place.
+
+    No peer meets it there, so its connections break once they end: their end is no sign of an uneven loop.
+    """
+    crash = case.evidence.outcome == "crash"
+    ended = conditions(case, "uneven-batches") if finding.cause == "uneven-batches" else {}
+    named = {culprit.rank for culprit in finding.culprits}
+    if finding.cause != "collective-mismatch" and not (crash and finding.cause == "uneven-batches"):
+        return None
     # From the line where it waits, else from the line where it diverged.
     diverged = {rank: stack[0] for rank, stack in finding.calls.items() if stack}
-    astray = {rank: text for rank in named if (text := unusual(case, rank) or unusual(case, rank, diverged.get(rank)))}
-    if not astray or 2 * len(astray) > len(case.waiting):
-        return
+    asked = [rank for rank in case.waiting if crash or rank in named]
+    astray = {
+        rank: text for rank in asked if (text := _unusual(case, rank) or _unusual(case, rank, diverged.get(rank)))
+    }
+    if not astray or 2 * len(astray) > len(case.ranks):
+        return None
     first, *more = astray
     text = f"{astray[first]}{f' The same holds for {ranks_word(more)}.' if more else ''}"
-    waits = waits_words(case, case.waiting.keys() - astray.keys())
-    yield Annotation(
-        f"{text} {capital(waits)}.",
-        tuple(map(habit_claim, astray)),
-        (*finding.doubts, Doubt.HABIT_ALONE),
+    waits = (
+        f"{ranks_word(ended)} ended without such a call" if ended else waits_words(case, case.waiting.keys() - astray)
+    )
+    doubts = () if ended else (doubt for doubt in finding.doubts if doubt is not Doubt.ABORTED_CALL_LOST)
+    return Annotation(
+        text if crash and not ended else f"{text} {capital(waits)}.",
+        tuple(record_claim(rank, f"rank {rank}: its calls from that line, and their groups") for rank in astray),
+        (*doubts, Doubt.HABIT_ALONE),
         tuple(waiting_culprit(case.ranks[rank], text) for rank, text in astray.items()),
+        cause="missing-from-collective" if ended else "collective-mismatch",
         of="usual group",
         explains=Reason.HABIT,
-        supersedes=True,
+        supersedes=bool(ended) or not crash,
+        ruled_out=(f"{ranks_word(ended)} left a loop too early: no peer meets that call in any case",) if ended else (),
     )
 
 
@@ -90,33 +108,7 @@ def _reason(rank: int, waiters: Waiters) -> str:
     return f"Rank {rank} called {waiters.wait.op} on a group that it is not in, which torch skips with a warning."
 
 
-def unusual_group(facts: CaseFacts) -> Ruling:
-    """Ranks have ended, and a survivor's last call is in a different group from all its earlier ones on that code path.
-
-    No peer meets it there, so its connections break once they end: their end is no sign of an uneven loop.
-    """
-    ended = conditions(facts, "uneven-batches")
-    if not ended or conditions(facts, *FAILURES):
-        return ""
-    texts = {rank: text for rank in facts.ranks if rank not in ended and (text := unusual(facts, rank))}
-    if not texts:
-        return ""
-    return Finding(
-        "missing-from-collective",
-        (Doubt.HABIT_ALONE,),
-        f"{' '.join(texts.values())} {capital(ranks_word(ended))} ended without such a call.",
-        tuple(waiting_culprit(facts.ranks[rank], text) for rank, text in texts.items()),
-        (*map(habit_claim, texts), *condition_claims(ended)),
-        ruled_out=(f"{ranks_word(ended)} left a loop too early: no peer meets that call in any case",),
-        of="usual group",
-    )
-
-
-def habit_claim(rank: int) -> Claim:
-    return record_claim(rank, f"rank {rank}: its calls from that line, and their groups")
-
-
-def unusual(facts: CaseFacts, rank: int, site: Frame | None = None) -> str:
+def _unusual(facts: CaseFacts, rank: int, site: Frame | None = None) -> str:
     """Returns how a rank's present call differs from its earlier ones, as a sentence.
 
     Compares calls from ``site``, by default from where the rank waits. A call whose connection broke is the newest one
