@@ -120,6 +120,15 @@ def test_pipeline_fault_names_the_rank_and_its_group(
         assert tells(verdict, here.group, alike(calls, fault.index)), (fault, here, verdict.summary, verdict.evidence)
 
 
+def test_rank_that_left_its_role_in_transfers_is_named_alone() -> None:
+    layout, fault = Layout(4, 1, 2), Fault("extra", 0, 16)
+    faulty = inject(schedule(layout, 8, 1, sends=True), fault)
+    assert faulty is not None
+    verdict = diagnose(evidence_of(layout, faulty, play(layout, faulty)))
+    assert (verdict.cause, verdict.confidence) == ("collective-mismatch", "medium")
+    assert [culprit.rank for culprit in verdict.culprits] == [0]  # rank 4, which waits to send to it, is not
+
+
 def test_ranks_in_a_collective_are_no_majority_against_a_transfer() -> None:
     layout, fault = Layout(1, 1, 3), Fault("swap", 1, 12)
     faulty = inject(schedule(layout, 4, 1, sends=True), fault)
