@@ -39,5 +39,5 @@ def _groups(case: Case, rank: int) -> dict[tuple[int, ...], str]:
     for name, ranks in case.alignment.groups_of(rank).items():
         members = tuple(sorted(ranks))
         if rank in members and 1 < len(members) < len(case.world):
-            names.setdefault(members, labels.get(name) or f"'{name.partition(' of ranks ')[0]}'")
+            names.setdefault(members, labels.get(name) or f"'{name}'")
     return dict(sorted(names.items(), key=lambda item: (len(item[0]), item[0])))
