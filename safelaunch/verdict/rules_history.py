@@ -377,7 +377,8 @@ def _in_other_order(case: Case, changed: list[int]) -> Finding:
     text = (" while " if len(words) == 2 else "; ").join(words[:3]) + more
     aside = [rank for rank in ranks if is_outside_normal_flow(case, rank)]
     aside = aside if len(aside) < len(ranks) else []
-    fewer = changed or aside or (_minority(case) if known_of_all else [])
+    released = sorted(case.waits.released_by) if known_of_all else []
+    fewer = changed or aside or released or (_minority(case) if known_of_all else [])
     if known_of_all:  # a rank that takes part in only one of the calls had no order to choose
         parties = {(w.wait.group, w.wait.kind, w.wait.peer): _parties(case, w) for w in case.waits.cycle}
         ranks = [rank for rank in ranks if sum(rank in each for each in parties.values()) > 1] or ranks

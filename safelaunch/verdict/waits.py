@@ -7,7 +7,7 @@ something that another rank should do.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from safelaunch.stacks import frames as fr
 from safelaunch.stacks.guards import Guard, guards_of, way_to
 from safelaunch.verdict.c10d import fits, same_op, signature
 from safelaunch.verdict.conditions import Condition
-from safelaunch.verdict.graph import Edge, Graph, Node, NodeKind
+from safelaunch.verdict.graph import Edge, Graph, Need, Node, NodeKind, stuck
 from safelaunch.verdict.majority import sides_of
 from safelaunch.verdict.peers import PeerWait
 from safelaunch.verdict.processes import ProcessView
@@ -94,6 +94,38 @@ class Waits:
     @property
     def ranks_in_cycle(self) -> list[int]:
         return ranks_in(self.cycle)
+
+    @cached_property
+    def released_by(self) -> frozenset[int]:
+        """The only rank of the cycle that could end all waits by entering what others wait for.
+
+        If there is none, the only smallest set of ranks that wait in one call, or for which one call waits. Empty if
+        several ranks or sets could.
+        """
+        inside = frozenset(self.ranks_in_cycle)
+        single = [rank for rank in sorted(inside & self.blockers) if self._releases({rank})]
+        if len(single) == 1:
+            return frozenset(single)
+        sets = {ranks for w in self.cycle for ranks in (frozenset(w.ranks), w.blockers & inside) if ranks}
+        releasing = sorted(filter(self._releases, sets), key=len)
+        is_smallest = len(releasing) == 1 or (len(releasing) > 1 and len(releasing[0]) < len(releasing[1]))
+        return releasing[0] if is_smallest else frozenset()
+
+    def _releases(self, ranks: Collection[int]) -> bool:
+        stuck_nodes = stuck({node: needs for node, needs in self._needs.items() if node not in ranks})
+        return not any(rank in stuck_nodes for rank in self.nodes if rank not in ranks)
+
+    @cached_property
+    def _needs(self) -> Mapping[Node, tuple[Need, ...]]:
+        """The likely waits of all ranks as needs. A rank that waits for no rank needs something that never happens."""
+        needs: dict[Node, tuple[Need, ...]] = dict.fromkeys(self.blockers, (Need(frozenset()),))
+        for key, waiters in self.classes.items():
+            needs[key] = tuple(Need(frozenset({rank})) for rank in waiters.blockers)
+            needs |= dict.fromkeys(waiters.ranks, (Need(frozenset({key})),))
+        for rank, holder in self.holders.items():
+            if holder.child is None:
+                needs[rank] = (Need(frozenset({holder.rank})),)
+        return needs
 
 
 class Case(CaseFacts):
