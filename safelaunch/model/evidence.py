@@ -363,7 +363,7 @@ class Culprit(Record, frozen=True, omit_defaults=False):
 
     @property
     def does(self) -> str:
-        """What it does: the reason without the rank."""
+        """Returns the reason without the rank."""
         return self.reason.removeprefix(f"Rank {self.rank} ")
 
 

@@ -267,8 +267,7 @@ class Alignment:
         return {name: text if text not in NO_DESCRIPTION else "" for name, text in labels.items()}
 
     @cached_property
-    def _labels(self) -> dict[str | None, str]:
-        """The description of each group that has the same one on all ranks."""
+    def _agreed_labels(self) -> dict[str | None, str]:
         labels: dict[str, set[str]] = {}
         for rank in self._ranks:
             for name, label in self.labels_of(rank).items():
@@ -277,7 +276,7 @@ class Alignment:
 
     def group(self, name: str | None) -> str:
         """Returns the group's name in words, with its description: ``group '0'``, ``group mesh_tp ('11')``."""
-        label = self._labels.get(name)
+        label = self._agreed_labels.get(name)
         return f"group {label} ({name!r})" if label else f"group {name!r}"
 
     def _find_members(self, group: str) -> tuple[frozenset[int], bool]:
