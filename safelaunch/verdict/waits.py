@@ -204,7 +204,7 @@ def _missing_rank(
 
 
 def _spots(subject: RankFacts, own: Condition) -> Iterator[fr.Spot]:
-    """Yields the line where the rank waits, and the lines from which it got there, innermost first."""
+    # The line where it waits, then the lines from which it got there.
     frames = dict.fromkeys((*([own.frame] if own.frame is not None else []), *subject.user_stack))
     return map(fr.spot, frames)
 
