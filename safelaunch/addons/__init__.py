@@ -34,7 +34,7 @@ PUBLIC: Mapping[str, str] = {
 SCHEMAS: Mapping[str, str] = {"summary.json": "sweep", "record.json": "record"}
 # Hook -> add-ons whose packages have a function of that name, in call order.
 HOOKS: Mapping[str, tuple[str, ...]] = {
-    "monitors": ("consistency",),
+    "monitors": ("consistency", "slow"),
     "probe_values": ("consistency",),
     "readers": ("logs",),
     "services": ("record",),

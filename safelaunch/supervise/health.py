@@ -1,4 +1,4 @@
-"""Notes problems that slow a healthy job down: stragglers, shared GPUs, other programs' GPU memory."""
+"""Notes problems that slow a healthy job down: shared GPUs, and other programs' GPU memory."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import os
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from safelaunch import addons
-from safelaunch.capture.flight_recorder import arrivals_of
 from safelaunch.capture.gpu import gpus
 from safelaunch.capture.look import Target
 from safelaunch.leases.inventory import has_driver
 from safelaunch.model import Gpu
 from safelaunch.model.words import size
-from safelaunch.supervise.looks import ask_each
 from safelaunch.supervise.pollers import Poller
-from safelaunch.supervise.stragglers import find_straggler
 from safelaunch.supervise.watch.progress import Watch
 from safelaunch.system.console import say
 
@@ -29,11 +25,10 @@ class Note:
     subject: Hashable
     """identity of the note, as the figures in ``words`` change"""
     words: str
-    next: str = ""
 
 
 class HealthPoller(Poller[tuple[Note, ...]]):
-    """Updates ``watch.notes`` and prints each new one."""
+    """Notes problems in the watch, and prints each new one."""
 
     name, again_s = "health", HEALTH_AGAIN_S
 
@@ -43,7 +38,8 @@ class HealthPoller(Poller[tuple[Note, ...]]):
         self._subjects: frozenset[Hashable] = frozenset()
 
     def reset(self) -> None:
-        self._watch.notes, self._subjects = (), frozenset()
+        self._watch.note(self.name, ())
+        self._subjects = frozenset()
 
     def is_due(self, now: float) -> bool:
         return self.has_stepped_for(HEALTH_AFTER_S, now)
@@ -55,21 +51,16 @@ class HealthPoller(Poller[tuple[Note, ...]]):
     def take(self, answer: tuple[Note, ...], now: float) -> None:
         for note in answer:
             if note.subject not in self._subjects:
-                say(f"{note.words} (the job continues){f'. {note.next}' if note.next else ''}")
+                say(f"{note.words} (the job continues)")
         self._subjects = frozenset(note.subject for note in answer)
-        self._watch.notes = tuple(note.words for note in answer)
+        self._watch.note(self.name, tuple(note.words for note in answer))
 
 
 def find_notes(targets: Collection[Target], own: Collection[int]) -> tuple[Note, ...]:
-    notes: list[Note] = []
-    straggler = find_straggler(ask_each(targets, lambda target: arrivals_of(str(target.socket)), deadline_s=5.0))
-    if straggler is not None:
-        step = f"To see where its time goes: safelaunch record {os.getpid()}" if addons.has_command("record") else ""
-        notes.append(Note(("straggler", straggler.rank), straggler.words, step))
     driver = gpus().value if has_driver(os.environ) else None
-    if driver is not None:
-        notes += notes_on_gpus(driver.gpus, {target.rank: target.pid for target in targets}, own)
-    return tuple(notes)
+    if driver is None:
+        return ()
+    return tuple(notes_on_gpus(driver.gpus, {target.rank: target.pid for target in targets}, own))
 
 
 def notes_on_gpus(gpus: Sequence[Gpu], ranks: Mapping[int, int], own: Collection[int]) -> list[Note]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +9,12 @@ import pytest
 
 from safelaunch.capture.counters import Counters, CpuTime, ProcessCounters
 from safelaunch.model import Gpu, GpuProcess
-from safelaunch.supervise import health, stragglers
+from safelaunch.supervise import health
 from safelaunch.supervise.health import HEALTH_AFTER_S, HEALTH_AGAIN_S, HealthPoller, Note
 from safelaunch.supervise.pollers import BackgroundPoller
-from safelaunch.supervise.stragglers import find_straggler
 from safelaunch.supervise.watch.work import Background
 
-SLOW = Note("rank 1", "rank 1 is slower than its peers: they waited for it 40% of 9 s")
+SHARED = Note("pid 1", "pid 1, not of this job, holds 40% of GPU 9")
 
 
 class Watched:
@@ -31,6 +28,9 @@ class Watched:
 
     def targets(self) -> tuple[Any, ...]:
         return ()
+
+    def note(self, source: str, notes: tuple[str, ...]) -> None:
+        self.notes = notes
 
 
 def run(health_: HealthPoller, now: float) -> None:
@@ -51,12 +51,12 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Note, ...]]:
 def test_note_is_printed_once_and_kept(looks: list[tuple[Note, ...]], capfd: pytest.CaptureFixture[str]) -> None:
     watch = Watched(first_step_s=100.0)
     one = HealthPoller(watch, list)  # type: ignore[arg-type]
-    looks += [(SLOW,), (Note("rank 1", SLOW.words.replace("40%", "45%")),), ()]
+    looks += [(SHARED,), (Note("pid 1", SHARED.words.replace("40%", "45%")),), ()]
     run(one, 100.0 + HEALTH_AFTER_S - 1)
     assert len(looks) == 3
     run(one, 100.0 + HEALTH_AFTER_S)
-    assert (watch.notes, len(looks)) == ((SLOW.words,), 2)
-    assert capfd.readouterr().err == f"safelaunch: {SLOW.words} (the job continues)\n"
+    assert (watch.notes, len(looks)) == ((SHARED.words,), 2)
+    assert capfd.readouterr().err == f"safelaunch: {SHARED.words} (the job continues)\n"
     run(one, 100.0 + HEALTH_AFTER_S + 5)
     assert len(looks) == 2
     run(one, 100.0 + HEALTH_AFTER_S + HEALTH_AGAIN_S)
@@ -66,20 +66,8 @@ def test_note_is_printed_once_and_kept(looks: list[tuple[Note, ...]], capfd: pyt
     assert watch.notes == ()
 
 
-def test_straggler_is_reported_with_the_next_step(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    straggler = stragglers.Straggler(5, 0.9, 0.4, 100, 30.0)
-    monkeypatch.setattr(health, "find_straggler", lambda arrivals: straggler)
-    monkeypatch.setattr(health, "has_driver", lambda environ: False)
-    run(HealthPoller(Watched(first_step_s=100.0), list), 100.0 + HEALTH_AFTER_S)  # type: ignore[arg-type]
-    said = capfd.readouterr().err
-    assert "rank 5 is slower than its peers" in said
-    assert said.endswith(f"(the job continues). To see where its time goes: safelaunch record {os.getpid()}\n")
-
-
 def test_poller_asks_nothing_before_the_first_steps(looks: list[tuple[Note, ...]]) -> None:
-    looks += [(SLOW,)]
+    looks += [(SHARED,)]
     run(HealthPoller(Watched(None), list), 1e6)  # type: ignore[arg-type]
     assert len(looks) == 1
 
@@ -87,7 +75,7 @@ def test_poller_asks_nothing_before_the_first_steps(looks: list[tuple[Note, ...]
 def test_new_attempt_resets_the_poller(looks: list[tuple[Note, ...]]) -> None:
     watch = Watched(first_step_s=100.0)
     one = HealthPoller(watch, list)  # type: ignore[arg-type]
-    looks += [(SLOW,)]
+    looks += [(SHARED,)]
     run(one, 200.0)
     watch.roster.attempt, watch.last_progress = 1, {}
     run(one, 210.0)
@@ -136,70 +124,6 @@ def test_window_after_the_last_step_is_not_learned() -> None:
 def test_background_from_before_the_quiet_time_is_kept() -> None:
     learned = taught((cpu(0.0, t11=0), 0.0), (cpu(2.0, t11=100), 2.0), (cpu(14.0, t11=100), 2.1))
     assert ("cpu", 10, 1, 11) in learned.peaks
-
-
-MS = 1_000_000
-
-
-def steps(delays: list[list[float]], *, buckets: int = 1, group: str = "0") -> dict[int, dict[tuple[str, int], int]]:
-    """Synchronous steps: ``delays[step][rank]`` milliseconds of work each, then ``buckets`` collectives together."""
-    arrivals: dict[int, dict[tuple[str, int], int]] = {rank: {} for rank in range(len(delays[0]))}
-    now, number = 0.0, 1
-    for work in delays:
-        for bucket in range(buckets):
-            for rank, delay in enumerate(work):
-                arrivals[rank][group, number] = int((now + delay + bucket) * MS)
-            number += 1
-        now += max(work) + buckets
-    return arrivals
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("buckets", [1, 5])
-@pytest.mark.parametrize("slow", [0, 1])
-def test_rank_that_is_always_last_is_the_straggler(ranks: int, buckets: int, slow: int) -> None:
-    found = find_straggler(steps([[150.0 if rank == slow else 100.0 for rank in range(ranks)]] * 80, buckets=buckets))
-    assert found is not None
-    assert (found.rank, found.last) == (slow, 1.0)
-    assert 0.25 < found.waited < 0.4  # a third, however many buckets
-    assert found.words.startswith(f"rank {slow} is slower than its peers")
-
-
-def test_noise_gives_no_straggler() -> None:
-    noise = random.Random(3)
-    for _ in range(50):
-        assert find_straggler(steps([[100 + noise.uniform(0, 60) for _ in range(4)] for _ in range(100)])) is None
-
-
-def test_microsecond_delays_give_no_straggler() -> None:
-    assert find_straggler(steps([[100.0, 102.0]] * 100)) is None
-
-
-def test_one_long_evaluation_gives_no_straggler() -> None:
-    work = [[100.0, 100.5] for _ in range(100)]
-    work[50][0] = 30_000.0
-    assert find_straggler(steps(work)) is None
-
-
-@pytest.mark.parametrize("count", [0, 1, 19])
-def test_too_few_collectives_give_no_straggler(count: int) -> None:
-    assert find_straggler(steps([[1000.0, 5000.0]] * 19) if count else {}) is None
-    assert find_straggler({0: {("0", 1): 5}}) is None
-
-
-def test_straggler_is_found_in_its_own_group() -> None:
-    rows = steps([[100.0, 100.2]] * 90, group="rows")
-    columns = steps([[100.0, 180.0]] * 90, group="columns")
-    arrivals = {0: rows[0], 1: {**rows[1], **columns[0]}, 2: columns[1]}
-    found = find_straggler(arrivals)
-    assert found is not None and found.rank == 2
-
-
-def test_straggler_is_found_in_differently_wrapped_windows() -> None:
-    arrivals = steps([[100.0, 160.0, 100.0]] * 100)
-    arrivals[0] = {key: at for key, at in arrivals[0].items() if key[1] > 30}
-    found = find_straggler(arrivals)
-    assert found is not None and (found.rank, found.collectives) == (1, 70)
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------

@@ -107,22 +107,57 @@ def _verb(times: Sequence[RankTime], singular: str, plural: str) -> str:
 # --- late ranks -------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class LateRanks:
+    """The ranks that the others wait for, and what they do meanwhile. Shares are of recorded time (0 to 1)."""
+
+    ranks: tuple[int, ...]
+    difference: float
+    """how much more the others wait"""
+    location: CodeLocation | None
+    """where the late ranks spend most of the difference; None if no place explains it"""
+    frame: Frame | None
+    share: float
+    """of the late ranks' time at that place"""
+    share_of_others: float
+
+
+def late_ranks(times: Sequence[RankTime]) -> LateRanks | None:
+    groups = split(times)
+    return _late_ranks(*groups) if groups is not None else None
+
+
+def _late_ranks(late: Sequence[RankTime], rest: Sequence[RankTime]) -> LateRanks:
+    difference = mean([time.waits for time in rest]) - mean([time.waits for time in late])
+    excess = {
+        place: place_share(late, place) - place_share(rest, place)
+        for time in late
+        for place in time.places
+        if not place.waits
+    }
+    most = max(excess, key=lambda location: excess[location], default=None)
+    ranks = tuple(time.rank for time in late)
+    if most is None or excess[most] < NAMED * difference:
+        return LateRanks(ranks, difference, None, None, 0.0, 0.0)
+    shares = place_share(late, most), place_share(rest, most)
+    return LateRanks(ranks, difference, most, frame_of(late, most), *shares)
+
+
 def _late(times: Sequence[RankTime]) -> TimeFinding | None:
     groups = split(times)
     if groups is None:
         return None
     late, rest = groups
-    difference = mean([time.waits for time in rest]) - mean([time.waits for time in late])
+    found = _late_ranks(late, rest)
     where = _longest_wait(rest)
     rest_waits = (
         f"{_ranks(rest)} {_verb(rest, 'waits', 'wait')} {percent(mean([time.waits for time in rest]))} of the time"
     )
     waiting = f"{capital(rest_waits)}{_in_call(where, rest)} for {_ranks(late)}"
     late_waits = f"which {_verb(late, 'waits', 'wait')} {percent(mean([time.waits for time in late]))}"
-    reason, frame, advice = _reason(late, rest, difference)
-    return TimeFinding(
-        "late-rank", difference, tuple(time.rank for time in late), f"{waiting}, {late_waits}{reason}.", frame, advice
-    )
+    reason, frame, advice = _reason(late, rest, found)
+    text = f"{waiting}, {late_waits}{reason}."
+    return TimeFinding("late-rank", found.difference, found.ranks, text, frame, advice)
 
 
 def split(times: Sequence[RankTime]) -> tuple[list[RankTime], list[RankTime]] | None:
@@ -163,23 +198,15 @@ def _longest_wait(times: Sequence[RankTime]) -> CodeLocation | None:
     )
 
 
-def _reason(late: Sequence[RankTime], rest: Sequence[RankTime], difference: float) -> tuple[str, Frame | None, str]:
+def _reason(late: Sequence[RankTime], rest: Sequence[RankTime], found: LateRanks) -> tuple[str, Frame | None, str]:
     """Returns what the late ranks do while the others wait: a description, a frame, and advice."""
     holder = _holder(late)
     if holder is not None and (_holder(rest) is None):
         return f": {_holds(holder)}", holder.frame, OTHER_THREAD
-    excess = {
-        place: place_share(late, place) - place_share(rest, place)
-        for time in late
-        for place in time.places
-        if not place.waits
-    }
-    most = max(excess, key=lambda location: excess[location], default=None)
-    if most is not None and excess[most] >= NAMED * difference:
-        rest_share, frame = place_share(rest, most), frame_of(late, most)
-        spends = f": {_verb(late, 'it spends', 'they spend')} {percent(place_share(late, most))} {_in(most, frame)}"
-        contrast = f"; the others spend {percent(rest_share)}"
-        return spends + contrast, frame, ""
+    if found.location is not None:
+        where = _in(found.location, found.frame)
+        spends = f": {_verb(late, 'it spends', 'they spend')} {percent(found.share)} {where}"
+        return f"{spends}; the others spend {percent(found.share_of_others)}", found.frame, ""
     kinds = {kind: share_of(late, kind) - share_of(rest, kind) for kind in KINDS}
     kind = max(kinds, key=lambda kind: kinds[kind])
     return f": {_verb(late, 'it spends', 'they spend')} more in {KIND_WORDS[kind]}, spread over many lines", None, ""

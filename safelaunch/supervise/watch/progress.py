@@ -75,7 +75,7 @@ class Watch:
         self._step_rhythm = rhythm.StepRhythm()
         self.last_progress: dict[int, Progress] = {}
         self._strides: dict[int, Strides] = {}
-        self.notes: tuple[str, ...] = ()
+        self._notes: dict[str, tuple[str, ...]] = {}
         self.attempt = (0, 0)  # torchrun's restarts, and starts of the agent's workers
         self._gone: dict[int, float] = {}
         self._damaged: set[int] = set()
@@ -142,6 +142,15 @@ class Watch:
         first_s = max((p.first_step_ns / 1e9 for p in stepping), default=0.0)
         empty = rhythm.StepRhythm()
         return rhythm.learn(empty, 1, first_s, first_s) if 0.0 < first_s < mark_s else empty
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Causes of slowness, in words."""
+        return tuple(note for notes in self._notes.values() for note in notes)
+
+    def note(self, source: str, notes: tuple[str, ...]) -> None:
+        """Replaces the notes of one source."""
+        self._notes[source] = notes
 
     @property
     def learns(self) -> bool:

@@ -28,13 +28,6 @@ class Straggler:
     collectives: int
     window_s: float
 
-    @property
-    def words(self) -> str:
-        return (
-            f"rank {self.rank} is slower than its peers: it came last to {self.last:.0%} of {self.collectives}"
-            f" collectives, and they waited for it {self.waited:.0%} of {self.window_s:.0f} s"
-        )
-
 
 def find_straggler(arrivals: CollectiveArrivals) -> Straggler | None:
     """Returns the straggler that costs its peers most; None if no rank is always late."""

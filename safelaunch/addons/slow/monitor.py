@@ -1,0 +1,146 @@
+"""Watches the pace of a running job: says which rank slows it down, once, and when that is over. Ends nothing.
+
+A check costs ten seconds of samples, so it runs only when the steps have become slower, and a few times after the
+start, because a rank can be slow from the first step on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from safelaunch.addons.record.recording import Sampling
+from safelaunch.addons.record.service import Recorder
+from safelaunch.addons.slow.arrivals import Straggler, find_straggler
+from safelaunch.addons.slow.late_rank import SlowRank, slow_rank
+from safelaunch.addons.slow.step_times import Onset, StepTimes
+from safelaunch.capture.flight_recorder import arrivals_of
+from safelaunch.model import format_ranks
+from safelaunch.supervise.looks import ask_each
+from safelaunch.supervise.monitors import MonitoredJob
+from safelaunch.system.console import say
+from safelaunch.system.task import BackgroundTask
+
+SOURCE = "slow"
+SAMPLED_S = 10.0
+CHECKS_S = (30.0, 120.0)  # after the first step
+CHECK_AGAIN_S = 600.0
+APART_S = 600.0  # between two messages
+MOST_PEERS = 3
+ARRIVALS_DEADLINE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """Examination of the ranks, because of ``onset`` or to see whether one is slow from the start."""
+
+    onset: Onset | None
+    task: BackgroundTask[SlowRank | None]
+    stop: threading.Event
+
+
+class SlowMonitor:
+    name = "the watch for slow ranks"
+
+    def __init__(self, job: MonitoredJob) -> None:
+        self._job, self._watch = job, job.view.watch
+        self._attempt = self._watch.attempt
+        self._start()
+
+    def _start(self) -> None:
+        self._times = StepTimes()
+        self._due = _times_of_checks()
+        self._next_s = next(self._due)
+        self._check: _Check | None = None
+        self._slow: SlowRank | None = None
+        self._said_s = -APART_S
+        self._watch.note(SOURCE, ())
+
+    def tick(self) -> None:
+        if self._watch.attempt != self._attempt:
+            self._attempt = self._watch.attempt
+            self.finish(succeeded=False)
+            self._start()
+        now, before = time.monotonic(), self._times.onset
+        self._read_steps()
+        if self._check is not None:
+            if self._check.task.done:
+                check, self._check = self._check, None
+                self._take(check, now)
+            return
+        if self._slow is not None and before is not None and self._times.onset is None:
+            self._say_end(self._slow, now)
+        onset = self._times.onset if before is None else None
+        if (onset is not None or self._is_due(now)) and self._slow is None and now - self._said_s >= APART_S:
+            stop = threading.Event()
+            self._check = _Check(self._times.onset, BackgroundTask("slow ranks", lambda: self._examine(stop)), stop)
+
+    def finish(self, *, succeeded: bool) -> None:
+        if self._check is not None:
+            self._check.stop.set()
+
+    def _read_steps(self) -> None:
+        ranks = [progress for progress in self._watch.last_progress.values() if progress.step is not None]
+        if not ranks:
+            return
+        if any(progress.paused or progress.phase for progress in ranks):
+            self._times = self._times.interrupted()
+            return
+        first = min(ranks, key=lambda progress: progress.rank)
+        self._times = self._times.after(first.last_step_ns / 1e9, first.step or 0)
+
+    def _is_due(self, now: float) -> bool:
+        first_s = min((p.first_step_ns for p in self._watch.last_progress.values() if p.first_step_ns), default=0) / 1e9
+        if not first_s or now < first_s + self._next_s:
+            return False
+        self._next_s = next(self._due)
+        return True
+
+    def _examine(self, stop: threading.Event) -> SlowRank | None:
+        """Asks both witnesses. Runs in a thread. The samples are taken only if the first look names a rank."""
+        first = self._straggler()
+        if first is None:
+            return None
+        here = [target.rank for target in self._watch.targets()]
+        peers = [rank for rank in here if rank != first.rank][:MOST_PEERS]
+        ask = Sampling(SAMPLED_S, format_ranks([first.rank, *peers]))
+        recording = Recorder().here(ask, self._job.view, stop)
+        return None if stop.is_set() else slow_rank(recording, (first, self._straggler()))
+
+    def _straggler(self) -> Straggler | None:
+        targets = [target for target in self._watch.targets() if target.socket is not None]
+        return find_straggler(
+            ask_each(targets, lambda target: arrivals_of(str(target.socket)), deadline_s=ARRIVALS_DEADLINE_S)
+        )
+
+    def _take(self, check: _Check, now: float) -> None:
+        slow = check.task.result()
+        if slow is None:
+            return
+        self._slow, self._said_s = slow, now
+        self._watch.note(SOURCE, (slow.words,))
+        since = ""
+        if (onset := check.onset) is not None:
+            clock = time.strftime("%H:%M", time.localtime(time.time() - (now - onset.at_s)))
+            since = f"slower since step {onset.step:,} ({clock}): {_seconds(onset.before_s)} -> "
+            since += f"{_seconds(onset.now_s)} a step; "
+        say(f"{since}{slow.words}. The job continues.")
+
+    def _say_end(self, slow: SlowRank, now: float) -> None:
+        self._slow = None
+        self._watch.note(SOURCE, ())
+        say(f"back to {_seconds(self._times.usual_s)} a step: rank {slow.rank} no longer slows the job down")
+
+
+def _times_of_checks() -> Iterator[float]:
+    yield from CHECKS_S
+    at_s = CHECKS_S[-1]
+    while True:
+        at_s += CHECK_AGAIN_S
+        yield at_s
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"

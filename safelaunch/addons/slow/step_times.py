@@ -1,0 +1,115 @@
+"""Finds the step from which a job's steps take longer than before. Has no side effects.
+
+Steps are grouped into windows, and a window's value is the median of its steps, so an evaluation or a checkpoint in it
+doesn't count. A change counts once two windows in a row show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+WINDOW_S, WINDOW_STEPS = 8.0, 8
+WARM_UP_WINDOWS = 1
+LEAST_WINDOWS = 3  # before a change can be told
+MOST_WINDOWS = 200
+GROWTH = 0.10
+SIGMAS = 4.0
+SIGMA_OF_MAD = 1.4826
+IS_OVER = 0.5  # share of the growth that has to disappear
+
+
+@dataclass(frozen=True, slots=True)
+class StepWindow:
+    first_step: int
+    begin_s: float
+    step_s: float
+    """median duration of a step"""
+
+
+@dataclass(frozen=True, slots=True)
+class Onset:
+    """A lasting change of the step time."""
+
+    step: int
+    at_s: float
+    before_s: float
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Durations of a job's steps. Times are seconds of CLOCK_MONOTONIC."""
+
+    points: tuple[tuple[float, int], ...] = ()
+    """end and number of steps in the open window"""
+    normal: tuple[StepWindow, ...] = ()
+    """windows before a change"""
+    skipped: int = 0
+    """windows of the warm-up"""
+    recent: tuple[StepWindow, ...] = field(default=())
+    """windows since a change that isn't confirmed"""
+    onset: Onset | None = None
+
+    def after(self, end_s: float, step: int) -> StepTimes:
+        """Adds the newest step and the time at which it ended."""
+        if self.points and (end_s <= self.points[-1][0] or step <= self.points[-1][1]):
+            return self if step >= self.points[-1][1] else StepTimes()  # the count restarts with the script
+        points = (*self.points, (end_s, step))
+        (begin_s, first), (end_s, last) = points[0], points[-1]
+        if end_s - begin_s < WINDOW_S or last - first < WINDOW_STEPS:
+            return replace(self, points=points)
+        window = StepWindow(first, begin_s, _median_step_s(points))
+        return replace(self, points=points[-1:])._closed(window)
+
+    def interrupted(self) -> StepTimes:
+        """Drops the open window, because of a pause or an announced phase."""
+        return replace(self, points=())
+
+    def _closed(self, window: StepWindow) -> StepTimes:
+        if self.skipped < WARM_UP_WINDOWS:
+            return replace(self, skipped=self.skipped + 1)
+        if self.onset is not None:
+            return self._while_slow(window)
+        if len(self.normal) < LEAST_WINDOWS or window.step_s <= self.limit_s:
+            return replace(self, normal=(*self.normal, *self.recent, window)[-MOST_WINDOWS:], recent=())
+        if not self.recent:
+            return replace(self, recent=(window,))
+        first = self.recent[0]
+        onset = Onset(first.first_step, first.begin_s, self.usual_s, min(first.step_s, window.step_s))
+        return replace(self, onset=onset, recent=())
+
+    def _while_slow(self, window: StepWindow) -> StepTimes:
+        assert self.onset is not None
+        over_s = self.onset.before_s + IS_OVER * (self.onset.now_s - self.onset.before_s)
+        if window.step_s > over_s:
+            return replace(self, recent=())
+        if not self.recent:
+            return replace(self, recent=(window,))
+        return replace(self, onset=None, normal=(*self.normal, *self.recent, window)[-MOST_WINDOWS:], recent=())
+
+    @property
+    def usual_s(self) -> float:
+        """Median step time before a change; 0 before the first windows."""
+        return median([window.step_s for window in self.normal])
+
+    @property
+    def limit_s(self) -> float:
+        """Step time above which a window differs clearly from the usual ones."""
+        usual_s = self.usual_s
+        sigma_s = SIGMA_OF_MAD * median([abs(window.step_s - usual_s) for window in self.normal])
+        return usual_s + max(GROWTH * usual_s, SIGMAS * sigma_s)
+
+
+def _median_step_s(points: Sequence[tuple[float, int]]) -> float:
+    durations: list[float] = []
+    for (before_s, before), (end_s, step) in pairwise(points):
+        durations += [(end_s - before_s) / (step - before)] * (step - before)
+    return median(durations)
+
+
+def median(values: Sequence[float]) -> float:
+    # ``statistics`` would import ``fractions`` into this long-lived process.
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2] if ordered else 0.0
