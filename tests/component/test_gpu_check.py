@@ -1,0 +1,123 @@
+"""``scripts/qa/gpu_check.py`` without a GPU, with the stand-in for NVML, and what it undoes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.qa.gpu_check import NotPossible, limited_clock
+from tests.support.nvml import stub
+from tests.support.paths import ROOT
+from tests.support.waiting import until
+
+NVIDIA_SMI = '#!/bin/sh\necho "$@" >>{log}\n[ "$3" != "{refused}" ]\n'
+
+
+def run(environ: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "scripts.qa.gpu_check", *words]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True, timeout=240)
+
+
+def test_machine_without_gpu_is_reported_with_exit_code_2(tmp_path: Path) -> None:
+    done = run({}, f"--out={tmp_path / 'out'}")
+    if done.returncode != 2:
+        pytest.skip("this machine has a GPU")
+    assert done.stdout.startswith("no NVIDIA GPU here: looked for the driver's files, libnvidia-ml.so.1 in")
+    assert "NVML: no NVIDIA driver on this node; torch: " in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_that_need_only_the_driver_are_measured(node: stub.Node, tmp_path: Path) -> None:
+    node.write(gpus=2)
+    done = run(node.environ, f"--out={tmp_path}")
+    assert done.returncode == 1, done.stderr  # the stand-in reports neither clocks nor Xid events
+    document = json.loads((tmp_path / "gpu_check.json").read_text())
+    rows = {row["name"]: (row["verdict"], row["measured"]) for row in document["rows"]}
+    assert rows["1 inventory"] == ("ok", "2 by NVML, 2 by the leases")
+    assert rows["1 leases"] == ("ok", "exit codes [0, 2, 0], afterwards free")
+    assert rows["2 idle"] == (
+        "differs",
+        "utilisation 0 [0..0], memory utilisation 0 [0..0], power 70 [70..70]; not reported: SM clock, Xid events",
+    )
+    assert len(document["states"]["no process"]) > 10
+    assert document["versions"]["driver"] == "999.99"
+    assert {name for name, (verdict, _) in rows.items() if verdict == "not possible here"} == rows.keys() - {
+        "1 inventory",
+        "1 leases",
+        "2 idle",
+        "7 versions",
+    }
+    assert (tmp_path / "table.txt").read_text() == done.stdout
+    with tarfile.open(tmp_path / "bundles.tar.gz") as archive:
+        assert "bundles/release" in archive.getnames()
+
+
+def test_gpu_that_is_lost_makes_rows_differ_and_stops_none(node: stub.Node, tmp_path: Path) -> None:
+    node.write("fail nvmlDeviceGetHandleByIndex_v2 15 0", gpus=1)
+    done = run(node.environ, f"--out={tmp_path}")
+    assert done.returncode == 1 and "GPU is lost" in done.stdout
+    assert len(json.loads((tmp_path / "gpu_check.json").read_text())["rows"]) == 12
+
+
+# --- the limit of the clock -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    return write_nvidia_smi(tmp_path)
+
+
+def write_nvidia_smi(place: Path, refused: str = "") -> Path:
+    """Writes a stand-in for nvidia-smi that logs its words, and fails if the third is ``refused``."""
+    program, log = place / "nvidia-smi", place / "log"
+    program.write_text(NVIDIA_SMI.format(log=log, refused=refused))
+    program.chmod(0o755)
+    return log
+
+
+def test_clock_limit_is_removed_after_the_block(log: Path) -> None:
+    with limited_clock("GPU-1", 900):
+        assert log.read_text() == "-i GPU-1 -lgc 900,900\n"
+    assert log.read_text() == "-i GPU-1 -lgc 900,900\n-i GPU-1 -rgc\n"
+
+
+def test_clock_limit_is_removed_after_an_error(log: Path) -> None:
+    with pytest.raises(ValueError, match="the job failed"), limited_clock("GPU-1", 900):
+        raise ValueError("the job failed")
+    assert log.read_text().endswith("-rgc\n")
+
+
+def test_refused_clock_limit_changes_nothing(log: Path) -> None:
+    write_nvidia_smi(log.parent, refused="-lgc")
+    with pytest.raises(NotPossible, match="can't be limited"), limited_clock("GPU-1", 900):
+        pass
+    assert log.read_text() == "-i GPU-1 -lgc 900,900\n"
+
+
+def test_clock_limit_that_stays_is_reported(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_nvidia_smi(log.parent, refused="-rgc")
+    with limited_clock("GPU-1", 900):
+        pass
+    assert "THE CLOCK MIGHT STILL BE LIMITED: run nvidia-smi -i GPU-1 -rgc" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_clock_limit_is_removed_if_the_check_is_ended_by_a_signal(number: signal.Signals, log: Path) -> None:
+    program = (
+        "import signal, sys, time\nfrom tests.qa.gpu_check import limited_clock\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "with limited_clock('GPU-1', 900): time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+        until(lambda: log.exists() and "-lgc" in log.read_text(), "the limit")
+        process.send_signal(number)
+    until(lambda: log.read_text().endswith("-i GPU-1 -rgc\n"), "the end of the limit")
