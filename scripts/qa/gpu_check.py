@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = _arguments(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # jobs end, and the table is printed
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
-        machine = Machine(_environment(), Path(scratch), words.gpu, words.clocks, time.monotonic() + words.limit)
+        until_s = time.monotonic() + words.limit
+        machine = Machine(_environment(), Path(scratch), words.gpu, words.sample, words.clocks, until_s)
         machine.gpus = inventory(machine.environ)
         machine.torch = _torch(machine)
         if not machine.gpus.gpus and not machine.torch.get("gpus"):
@@ -61,6 +62,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="[$OUT, else ./gpu_check]")
     parser.add_argument("--gpu", type=int, default=0, metavar="N", help="NVML's number of the GPU to use [0]")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help=f"for all rows [{LIMIT_S:g}]")
+    parser.add_argument("--sample", type=float, default=10.0, metavar="SECONDS", help="readings of each state [10]")
     parser.add_argument("--clocks", action="store_true", help="also limit the clock for 20 s, then remove any limit")
     return parser.parse_args(argv)
 

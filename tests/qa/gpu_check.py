@@ -30,7 +30,7 @@ from tests.support.paths import PROGRAMS, ROOT
 PROGRAM = PROGRAMS / "gpu_job.py"
 SAFELAUNCH = (sys.executable, "-m", "safelaunch")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-SAMPLE_S, TRAIN_S, START_S = 10.0, 8.0, 60.0
+TRAIN_S, START_S = 8.0, 60.0
 STATES: dict[str, readings.State] = {
     "hold": "idle",
     "compute": "computing",
@@ -67,6 +67,7 @@ class Machine:
         environ: Environment of all processes, without safelaunch's own options.
         scratch: Directory for bundles and output.
         index: NVML's number of the GPU that the rows use.
+        sample_s: Duration of the readings of each state.
         gpus: The inventory of leases.
         torch: Facts about torch, with the GPUs that it sees; ``missing`` says why there are none.
         values: Everything measured, for the JSON file.
@@ -76,6 +77,7 @@ class Machine:
     environ: Mapping[str, str]
     scratch: Path
     index: int
+    sample_s: float
     clocks: bool
     until_s: float
     gpus: Inventory = field(default_factory=Inventory)
@@ -98,7 +100,8 @@ class Machine:
     def job_environ(self) -> dict[str, str]:
         return {**self.environ, "CUDA_VISIBLE_DEVICES": self.uuid, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
-    def sample(self, seconds: float = SAMPLE_S) -> list[dict[str, Any]]:
+    def sample(self, times: int = 1) -> list[dict[str, Any]]:
+        seconds = times * self.sample_s
         words = ("sample", str(self.index), str(seconds))
         taken: list[dict[str, Any]] = readings.ask(*words, env=self.environ, seconds=seconds)
         return taken
@@ -352,16 +355,24 @@ def clocks(machine: Machine) -> Measured:
         raise NotPossible("it would change the clock of this GPU: run it with --clocks if you may")
     place = machine.scratch / "clocks"
     place.mkdir()
-    words = [*SAFELAUNCH, f"--bundle-dir={place}", "--standalone", "--nproc-per-node=1", PROGRAM, "train"]
+    words = [
+        *SAFELAUNCH,
+        f"--bundle-dir={place}",
+        "--standalone",
+        "--nproc-per-node=1",
+        PROGRAM,
+        "train",
+        place / "times",
+    ]
     marks = []
-    with Job([*words, place / "times", "75"], place, machine.job_environ) as job:
-        time.sleep(15.0)  # the start, and steps to learn from
+    with Job([*words, str(5 * machine.sample_s)], place, machine.job_environ) as job:
+        job.until((place / "times").exists, "the first step")
         before = machine.sample()
         marks.append(time.time())
         with limited_clock(machine.uuid, int(spreads(before)["sm_clock_mhz"].high / 2)):
-            limited = machine.sample(20.0)
+            limited = machine.sample(2)
         marks.append(time.time())
-        code = job.wait(START_S + 40)
+        code = job.wait(START_S)
     times = json.loads((place / "times").read_text())
     bounds = zip((0.0, *marks), (*marks, 1e12), strict=True)
     parts = [[took for at, took in times if low < at <= high] for low, high in bounds]
@@ -406,7 +417,7 @@ def versions(machine: Machine) -> Measured:
     facts = {**readings.ask("about", env=machine.environ), **machine.torch}
     machine.values["versions"] = facts
     shown = {name: value for name, value in facts.items() if name not in ("gpus", "missing")}
-    absent = [name for name, value in shown.items() if value is None]
+    absent = [name for name, value in shown.items() if value is None or (name == "persistence" and None in value)]
     text = ", ".join(f"{name} {value}" for name, value in shown.items())
     return Measured(text, [f"unknown: {', '.join(absent)}"] if absent else [])
 

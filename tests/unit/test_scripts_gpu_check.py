@@ -67,7 +67,7 @@ def test_state_follows_from_utilisation_memory_and_power(taken: list[Reading], s
 
 
 def machine(tmp_path: Path, **facts: Any) -> Machine:
-    return Machine({}, tmp_path, 0, clocks=False, until_s=time.monotonic() + 100, **facts)
+    return Machine({}, tmp_path, 0, sample_s=10, clocks=False, until_s=time.monotonic() + 100, **facts)
 
 
 def fails(machine: Machine) -> Measured:

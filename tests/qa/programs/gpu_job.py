@@ -1,10 +1,11 @@
 """The GPU programs of ``scripts/qa/gpu_check.py``, each in a process or rank that uses one GPU.
 
     gpu_job.py hold|compute|spin|spin-wide READY      one state of the GPU, until this process is ended
-    gpu_job.py train FILE SECONDS                     trains, and writes the end and the duration of each step
+    gpu_job.py train FILE SECONDS                     trains; at its end, FILE has the end and duration of each step
     gpu_job.py blocked FILE SECONDS                   trains briefly; then a long kernel holds up an all_reduce
 
-The file READY appears once the GPU is in that state, FILE of ``blocked`` just before the long kernel is launched.
+READY appears once the GPU is in that state, FILE of ``train`` after the first step, and FILE of ``blocked`` just before
+the long kernel is launched.
 """
 
 import json
@@ -78,6 +79,7 @@ def train(file, seconds):
         now = time.perf_counter()
         times.append((round(time.time(), 4), round(now - begin, 6)))
         begin = now
+        file.touch()
         if now > end:
             break
     file.write_text(json.dumps(times))
