@@ -17,21 +17,20 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from safelaunch.leases.inventory import LIBRARY, inventory
 from tests.qa import gpu_readings
-from tests.qa.gpu_check import CHECKS, Machine, Row, table
+from tests.qa.gpu_check import CHECKS, DIFFERS, Machine, table
 from tests.support.paths import ROOT
 
 LIMIT_S = 560.0
 KEPT = "SAFELAUNCH_LEASE_DIR"  # of safelaunch's variables: it belongs to the machine
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    words = _arguments(argv)
+def main() -> int:
+    words = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # jobs end, and the table is printed
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         until_s = time.monotonic() + words.limit
@@ -40,23 +39,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         machine.torch = _torch(machine)
         if not machine.gpus.gpus and not machine.torch.get("gpus"):
             print(f"no NVIDIA GPU here: looked for the driver's files, {LIBRARY} in LD_LIBRARY_PATH, and torch's GPUs")
-            print(f"NVML: {machine.gpus.missing}; torch: {machine.torch['missing']}")
+            print(f"NVML: {machine.gpus.missing}; torch {machine.torch['torch']} sees no GPU")
             return 2
         words.out.mkdir(parents=True, exist_ok=True)
-        rows: list[Row] = []
+        rows = []
         try:
             for check in CHECKS:
                 print(f"{time.strftime('%H:%M:%S')} {check.name}", file=sys.stderr, flush=True)
                 rows.append(check.row(machine))
-                _save(words.out, machine, rows)
+                document = {"rows": [asdict(row) for row in rows], **machine.values}
+                (words.out / "gpu_check.json").write_text(json.dumps(document, indent=1) + "\n")
+                (words.out / "table.txt").write_text(table(rows) + "\n")
         finally:
             with tarfile.open(words.out / "bundles.tar.gz", "w:gz") as archive:
                 archive.add(scratch, arcname="bundles")
             print(table(rows), flush=True)
-    return int(any(row.verdict == "differs" for row in rows))
+    return int(any(row.verdict == DIFFERS for row in rows))
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     out = Path(os.environ.get("OUT") or "gpu_check")
     parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="[$OUT, else ./gpu_check]")
@@ -64,7 +65,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help=f"for all rows [{LIMIT_S:g}]")
     parser.add_argument("--sample", type=float, default=10.0, metavar="SECONDS", help="readings of each state [10]")
     parser.add_argument("--clocks", action="store_true", help="also limit the clock for 20 s, then remove any limit")
-    return parser.parse_args(argv)
+    return parser.parse_args()
 
 
 def _environment() -> dict[str, str]:
@@ -77,16 +78,9 @@ def _environment() -> dict[str, str]:
 def _torch(machine: Machine) -> dict[str, object]:
     try:
         facts: dict[str, object] = gpu_readings.ask("torch", env=machine.environ)
-    except gpu_readings.NoAnswer as error:
-        return {"missing": str(error)}
-    build = f"built for CUDA {facts['CUDA of torch']}" if facts["CUDA of torch"] else "built without CUDA"
-    return facts if facts["gpus"] else {**facts, "missing": f"{facts['torch']}, {build}"}
-
-
-def _save(out: Path, machine: Machine, rows: Sequence[Row]) -> None:
-    document = {"rows": [asdict(row) for row in rows], **machine.values}
-    (out / "gpu_check.json").write_text(json.dumps(document, indent=1) + "\n")
-    (out / "table.txt").write_text(table(rows) + "\n")
+    except Exception as error:  # noqa: BLE001 - most rows need no torch
+        return {"torch": f"({error})"}
+    return facts
 
 
 if __name__ == "__main__":

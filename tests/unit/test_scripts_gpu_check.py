@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.qa import gpu_check
-from tests.qa.gpu_check import Check, Machine, Measured, NotPossible, Row, problems_of_blocked, table
-from tests.qa.gpu_readings import Reading, distinguishing, spreads, state_of
+from tests.qa.gpu_check import Check, Finding, Machine, NotPossible, Row, problems_of_blocked, table
+from tests.qa.gpu_readings import CLOCK, FIELDS, MEMORY, POWER, UTILISATION, Reading, distinguishing, spreads, state_of
 
 
 def readings(utilisation: float, memory: float, power: float | None, clock: float | None) -> list[Reading]:
@@ -20,7 +20,7 @@ def readings(utilisation: float, memory: float, power: float | None, clock: floa
     def around(value: float | None, number: int) -> float | None:
         return None if value is None else value * (0.98 + 0.002 * number)
 
-    values = {"utilisation_percent": utilisation, "memory_percent": memory, "power_w": power, "sm_clock_mhz": clock}
+    values = dict(zip(FIELDS, (utilisation, memory, power, clock), strict=True))
     return [{name: around(value, number) for name, value in values.items()} for number in range(21)]
 
 
@@ -31,23 +31,23 @@ SPINNING = readings(100, 0, 150, 1980)
 
 def test_spread_is_median_and_range_of_reported_values() -> None:
     seen = spreads(readings(100, 0, 100, None))
-    assert str(seen["power_w"]) == "100 [98..102]" and "sm_clock_mhz" not in seen
+    assert seen[POWER] == pytest.approx((98, 100, 102)) and CLOCK not in seen
 
 
 @pytest.mark.parametrize(
     ("first", "second", "fields"),
     [
-        (IDLE, COMPUTING, ("utilisation_percent", "memory_percent", "power_w", "sm_clock_mhz")),
-        (COMPUTING, SPINNING, ("memory_percent", "power_w", "sm_clock_mhz")),
-        (SPINNING, IDLE, ("utilisation_percent", "power_w")),
-        (IDLE, IDLE, ()),
-        (readings(0, 0, None, None), readings(0, 0, 700, None), ()),
-        (readings(100, 0, 150, 1980), readings(100, 0, 160, 1980), ()),  # apart, but by less than a tenth
-        (IDLE[:1], COMPUTING, ()),
+        (IDLE, COMPUTING, [UTILISATION, MEMORY, POWER, CLOCK]),
+        (COMPUTING, SPINNING, [MEMORY, POWER, CLOCK]),
+        (SPINNING, IDLE, [UTILISATION, POWER]),
+        (IDLE, IDLE, []),
+        (readings(0, 0, None, None), readings(0, 0, 700, None), []),
+        (readings(100, 0, 150, 1980), readings(100, 0, 160, 1980), []),  # apart, but by less than a tenth
+        (IDLE[:1], COMPUTING, []),
     ],
 )
 def test_fields_distinguish_states_if_medians_and_ranges_differ(
-    first: list[Reading], second: list[Reading], fields: tuple[str, ...]
+    first: list[Reading], second: list[Reading], fields: list[str]
 ) -> None:
     assert distinguishing(first, second) == fields
 
@@ -70,28 +70,28 @@ def machine(tmp_path: Path, **facts: Any) -> Machine:
     return Machine({}, tmp_path, 0, sample_s=10, clocks=False, until_s=time.monotonic() + 100, **facts)
 
 
-def fails(machine: Machine) -> Measured:
+def fails(machine: Machine) -> Finding:
     raise ValueError("unexpected")
 
 
-def is_impossible(machine: Machine) -> Measured:
+def is_impossible(machine: Machine) -> Finding:
     raise NotPossible("no such thing")
 
 
 @pytest.mark.parametrize(
     ("measure", "cuda", "measured", "verdict"),
     [
-        (lambda machine: Measured("3"), False, "3", "ok"),
-        (lambda machine: Measured("3", ["2 expected"]), False, "3; 2 expected", "differs"),
+        (lambda machine: ("3", ()), False, "3", "ok"),
+        (lambda machine: ("3", ["2 expected"]), False, "3; 2 expected", "differs"),
         (fails, False, "the check failed: ValueError: unexpected", "differs"),
         (is_impossible, False, "no such thing", "not possible here"),
-        (fails, True, "torch sees no GPU: built without CUDA", "not possible here"),
+        (fails, True, "torch 2.13.0+cpu sees no GPU", "not possible here"),
     ],
 )
 def test_check_yields_row_whatever_happens(
-    measure: Callable[[Machine], Measured], cuda: bool, measured: str, verdict: gpu_check.Judgement, tmp_path: Path
+    measure: Callable[[Machine], Finding], cuda: bool, measured: str, verdict: str, tmp_path: Path
 ) -> None:
-    here = machine(tmp_path, torch={"gpus": [], "missing": "built without CUDA"})
+    here = machine(tmp_path, torch={"gpus": [], "torch": "2.13.0+cpu"})
     assert Check("a", "b", 10, measure, cuda).row(here) == Row("a", "b", measured, verdict)
 
 
@@ -105,14 +105,35 @@ def test_clocks_stay_untouched_without_option(tmp_path: Path) -> None:
         gpu_check.clocks(machine(tmp_path))
 
 
-def test_rule_without_readings_of_all_states_is_not_possible(tmp_path: Path) -> None:
-    with pytest.raises(NotPossible, match="not every state"):
-        gpu_check.rule(machine(tmp_path, values={"states": {"hold": IDLE}}))
+WIDE_COMPUTING = readings(100, 0, 650, 1980)
 
 
-def test_rule_differs_if_spinning_uses_much_power(tmp_path: Path) -> None:
-    states = {"hold": IDLE, "compute": COMPUTING, "spin": SPINNING, "spin-wide": readings(100, 0, 650, 1980)}
-    assert gpu_check.rule(machine(tmp_path, values={"states": states})).problems == ["spin-wide is taken for computing"]
+@pytest.mark.parametrize(
+    ("wide", "problems"),
+    [
+        (SPINNING, []),
+        (WIDE_COMPUTING, ["spin-wide is taken for computing"]),
+        (COMPUTING, ["compute and spin-wide look the same", "spin-wide is taken for computing"]),
+    ],
+)
+def test_states_differ_if_readings_do_not_reveal_them(wide: list[Reading], problems: list[str]) -> None:
+    text, found = gpu_check.judge_states({"hold": IDLE, "compute": COMPUTING, "spin": SPINNING, "spin-wide": wide})
+    assert found == problems
+    assert "spin: utilisation % 100 [98..102], memory utilisation % 0 [0..0], power W 150" in text
+    assert "hold/spin by utilisation %, power W" in text
+
+
+@pytest.mark.parametrize(
+    ("middles", "problems"),
+    [
+        ((5.0, 5.04, 5.0, 5.04), []),
+        ((5.0, 5.2, 5.0, 5.2), ["slower than by chance"]),
+        ((5.0, 5.2, 5.3, 5.2), []),  # torchrun differs from itself as much
+    ],
+)
+def test_overhead_is_compared_with_scatter_of_torchrun(middles: tuple[float, ...], problems: list[str]) -> None:
+    text, found = gpu_check.judge_overhead([[0.99 * each, each, 1.01 * each] for each in middles])
+    assert found == problems and text.startswith("ratio 1.0")
 
 
 BLOCKED_LINE = next(
