@@ -8,12 +8,16 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.qa.gpu_check import NotPossible, limited_clock
+from safelaunch.leases.choose import Inventory, LeasableGpu
+from tests.qa import gpu_check
+from tests.qa.gpu_check import Machine, NotPossible, limited_clock
+from tests.qa.gpu_readings import CLOCK, MEMORY, POWER, UTILISATION
 from tests.support.nvml import stub
 from tests.support.paths import ROOT
 from tests.support.waiting import until
@@ -78,6 +82,82 @@ def test_check_that_is_terminated_prints_the_rows_so_far(node: stub.Node, tmp_pa
         printed, _ = process.communicate(timeout=60)
     assert process.returncode == 143 and printed == table.read_text()
     assert (tmp_path / "bundles.tar.gz").exists()
+
+
+# --- rows that need CUDA, with stand-ins for safelaunch, torchrun and the program -------------------------------------
+
+LAUNCHER = """
+import os, sys
+script = next(at for at, word in enumerate(sys.argv[1:], 1) if word.endswith(".py"))
+os.execv(sys.executable, [sys.executable, *sys.argv[script:]])
+"""
+PROGRAM = """
+import json, pathlib, sys, time
+how, file = sys.argv[1], pathlib.Path(sys.argv[2])
+file.touch()
+if how == "train":
+    time.sleep(0.5)
+    now = time.time()
+    file.write_text(json.dumps([(now + (number - 50) / 10, 0.004 if number < 50 else 0.008) for number in range(100)]))
+elif how == "blocked":
+    bundle = file.parent / "bundles" / "job"
+    bundle.mkdir(parents=True)
+    verdict = {"outcome": "hang", "cause": "gpu-kernel", "confidence": "high", "culprits": [{"frame": {"line": 15}}]}
+    (bundle / "verdict.json").write_text(json.dumps(verdict))
+    print("safelaunch: quiet for 8 s", file=sys.stderr)
+    sys.exit(124)  # BLOCKED
+else:
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    launcher, program = tmp_path / "launcher.py", tmp_path / "program.py"
+    launcher.write_text(LAUNCHER)
+    program.write_text(PROGRAM)
+    words = (sys.executable, os.fspath(launcher))
+    values = {"SAFELAUNCH": words, "TORCHRUN": words, "PROGRAM": program, "ONE_RANK": ("--standalone", program)}
+    for name, value in values.items():
+        monkeypatch.setattr(gpu_check, name, value)
+    gpus = Inventory((LeasableGpu("0", "GPU-1"),))
+    return Machine({**os.environ}, tmp_path, 0, 1.0, True, time.monotonic() + 600, gpus, {"gpus": ["1"]})
+
+
+def sampled(*values: float) -> list[dict[str, object]]:
+    now = time.time()
+    names = (UTILISATION, MEMORY, POWER, CLOCK)
+    return [{"time": now + number, "Xid": [], **dict(zip(names, values, strict=True))} for number in range(3)]
+
+
+def test_readings_are_taken_in_each_state(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter([(0, 0, 120, 1980), (100, 30, 690, 1500), (100, 0, 150, 1980), (100, 0, 160, 1980)])
+    monkeypatch.setattr(Machine, "sample", lambda machine: sampled(*next(taken)))
+    text, problems = gpu_check.states(machine)
+    assert not problems and "spin-wide: utilisation % 100" in text
+    assert list(machine.values["states"]) == ["hold", "compute", "spin", "spin-wide"]
+
+
+def test_messages_and_bundle_of_blocked_job_are_read(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "_last_call", lambda bundle: "all_reduce #1 scheduled, started: False")
+    text, problems = gpu_check.blocked(gpu_check.EXPLICIT, machine)
+    assert not problems and "hang, gpu-kernel (high) at lines [15]; all_reduce #1 scheduled" in text
+    assert machine.values["blocked, explicit"]["messages"][0][1] == "safelaunch: quiet for 8 s"
+
+
+def test_overhead_is_measured_in_four_runs(machine: Machine) -> None:
+    text, problems = gpu_check.overhead(machine)
+    assert not problems and text.startswith("ratio 1.0000; torchrun against itself 0.00%")
+    assert [len(run) for run in machine.values["step times"]] == [100] * 4
+
+
+def test_slower_steps_under_clock_limit_are_measured(
+    machine: Machine, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Machine, "sample", lambda machine, times=1: sampled(100, 30, 690, 1980))
+    text, problems = gpu_check.clocks(machine)
+    assert not problems and text.startswith("4.000 ms a step, limited 8.000; exit code 0")
+    assert log.read_text() == "-i GPU-1 -lgc 990,990\n-i GPU-1 -rgc\n"
 
 
 # --- the limit of the clock -------------------------------------------------------------------------------------------

@@ -256,7 +256,8 @@ def blocked(case: BlockedJob, machine: Machine) -> Finding:
     verdicts = [json.loads((bundle / "verdict.json").read_text()) for bundle in bundles]
     machine.values[f"blocked, {case.name}"] = {"messages": messages, "verdicts": verdicts, "exit code": code}
     early_s = next((at for at, line in messages if "quiet for" in line), None)
-    text = "; ".join((f"first message after {early_s} s, exit code {code}", *map(_last_call, bundles)))
+    details = (*map(_words_of_verdict, verdicts), *map(_last_call, bundles))
+    text = "; ".join((f"first message after {early_s} s, exit code {code}", *details))
     return text, problems_of_blocked(case, early_s, verdicts, code)
 
 
@@ -269,11 +270,17 @@ def problems_of_blocked(
     problems += [] if code == case.code else [f"exit code {code}, expected {case.code}"]
     problems += [] if len(verdicts) == 1 else [f"{len(verdicts)} bundles"]
     for verdict in verdicts:
-        lines = [(culprit.get("frame") or {}).get("line") for culprit in verdict["culprits"]]
-        if (verdict["outcome"], verdict["cause"], lines) != (case.outcome, "gpu-kernel", [line]):
-            found = f"{verdict['outcome']}, {verdict['cause']} ({verdict['confidence']}) at lines {lines}"
-            problems.append(f"{found}: {verdict['summary']}")
+        if (verdict["outcome"], verdict["cause"], _lines(verdict)) != (case.outcome, "gpu-kernel", [line]):
+            problems.append(f"not {case.outcome}, gpu-kernel at line {line}: {verdict['summary']}")
     return problems
+
+
+def _lines(verdict: Mapping[str, Any]) -> list[int | None]:
+    return [(culprit.get("frame") or {}).get("line") for culprit in verdict["culprits"]]
+
+
+def _words_of_verdict(verdict: Mapping[str, Any]) -> str:
+    return f"{verdict['outcome']}, {verdict['cause']} ({verdict['confidence']}) at lines {_lines(verdict)}"
 
 
 def _last_call(bundle: Path) -> str:  # the one that the long kernel holds up
@@ -398,8 +405,10 @@ class Job:
         self._reader.join(5.0)
 
     def _read(self) -> None:
-        for line in self._process.stderr or ():
-            self.lines.append((time.time(), line.decode(errors="replace").rstrip()))
+        assert self._process.stderr is not None
+        with self._process.stderr as stderr:
+            for line in stderr:
+                self.lines.append((time.time(), line.decode(errors="replace").rstrip()))
 
     @property
     def runs(self) -> bool:

@@ -156,7 +156,7 @@ def verdict(outcome: str, cause: str = "gpu-kernel", line: int = BLOCKED_LINE) -
             8.2,
             [verdict("suspect", "no-rank-stands-out", 3)],
             124,
-            ["suspect, no-rank-stands-out (high) at lines [3]: It waits."],
+            [f"not hang, gpu-kernel at line {BLOCKED_LINE}: It waits."],
         ),
     ],
 )

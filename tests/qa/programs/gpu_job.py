@@ -16,7 +16,7 @@ import time
 
 import torch
 
-WIDE = 24  # streams, each with a kernel of one thread: as many multiprocessors as a collective of NCCL uses
+WIDE = 24  # streams, each with a kernel of one thread: about as many multiprocessors as a collective uses
 WARM_UP_S, LONGEST_S = 2.0, 120.0
 
 
