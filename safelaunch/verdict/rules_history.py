@@ -343,7 +343,7 @@ def _new_between_groups(case: Case, left: Difference) -> Finding:
 
 
 def _releasing(case: Case) -> list[int]:
-    """Returns the only rank that could end all waits, if records show all calls and no other rank left its habit."""
+    # A missing record might hold the call that others wait for, and a new call of others might be the fault.
     rank, seen = case.waits.released_by, case.alignment.records
     if rank is None or not all(waiting in seen for waiting in case.waiting):
         return []
