@@ -126,6 +126,11 @@ TAKES_ITEM = LibraryCall(("/queue.py", "multiprocessing/queues.py"), frozenset({
 FEEDS_QUEUE = LibraryCall(("multiprocessing/queues.py",), frozenset({"_feed"}))  # thread that writes a queue's items
 EVENT_LOOP = LibraryCall(("/asyncio/",))
 RUNS_LOOP = LibraryCall(("/asyncio/base_events.py",), frozenset({"_run_once"}))  # in a callback or coroutine
+# A thread that answers connections.
+SERVES = LibraryCall(
+    ("/socketserver.py", "/http/server.py", "/asyncio/selector_events.py", "multiprocessing/managers.py"),
+    frozenset({"serve_forever", "serve_client", "accept_connection", "_handle_request_noblock"}),
+)
 POOL = LibraryCall(("/concurrent/futures/thread.py", "/multiprocessing/pool.py"))
 # Waits for DataLoader workers. With ``num_workers=0``, the DataLoader runs the dataset itself and these don't match.
 LOADER_WAIT = LibraryCall(

@@ -32,6 +32,7 @@ _ASKS: tuple[tuple[WaitKind, frozenset[str]], ...] = (
         | _EXISTS,
     ),
 )
+_REMOVES = frozenset({"remove", "unlink", "rmdir", "rmtree", "rename", "replace", "move"})
 _SLEEPS = "sleep"
 _LOCKS_A_FILE = re.compile(r"\b(?:flock|lockf)\(")
 _LoopNode = ast.While | ast.For
@@ -45,7 +46,7 @@ class Poll:
     line: int
     text: str  # as in the source
     of: WaitKind  # as far as names show
-    made_at: tuple[Frame, ...] = ()  # for a file: other lines of the same function that use it
+    made_at: tuple[Frame, ...] = ()  # for a file: other lines of the same function that use it, or that remove it
     removal: bool = False  # it lasts as long as the file exists
 
     @property
@@ -82,7 +83,7 @@ def _of_loop(loop: _LoopNode, file: str, line: int, scope: ast.AST) -> Poll | No
     for part in (loop,) if asks else loop.body:
         if isinstance(part, ast.While) or (isinstance(part, ast.If) and isinstance(src.exit_of(part.body), src.ENDS)):
             removal = _lasts_while_it_exists(part)
-            made_at = () if removal else _made_at(part.test, file, scope)
+            made_at = _made_at(part.test, file, scope, removal=removal)
             return Poll(file, part.lineno, src.head_of(part), _kind(part.test), made_at, removal)
     for attempt in loop.body:
         if isinstance(attempt, ast.Try):
@@ -102,9 +103,11 @@ def _lasts_while_it_exists(part: ast.While | ast.If) -> bool:
     return exists and isinstance(part, ast.While) is not negated
 
 
-def _made_at(test: ast.expr, file: str, scope: ast.AST) -> tuple[Frame, ...]:
+def _made_at(test: ast.expr, file: str, scope: ast.AST, *, removal: bool) -> tuple[Frame, ...]:
     asked = [name for call in src.calls_in(test) if _kind(call.func) == "file" for name in _named(call)]
-    calls = src.calls_in(scope) if asked else ()
+    calls = src.calls_in(scope) if asked else []
+    if removal:
+        calls = [call for call in calls if src.name_called(call.func) in _REMOVES]
     lines = {call.lineno for call in calls if _kind(call.func) != "file" and set(_named(call)) & set(asked)}
     return tuple(Frame(file, line, "") for line in sorted(lines))
 

@@ -43,8 +43,6 @@ def guards(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
         and any(named.issuperset(b.ranks) for b in telling)
     ):
         cause = "collective-mismatch"  # the condition explains the place, not the end of a loop
-    if finding.cause == "group-order" and any(_keeps_from_their_group(facts, branch, named) for branch in telling):
-        cause = "collective-mismatch"  # no order was chosen: the condition leaves out their own group's call
     yield Annotation(
         " ".join(f"{_clause(branch)}." for branch in telling[:MOST_NAMED]),
         tuple(claim_of(facts, branch) for branch in guarded),
@@ -62,19 +60,9 @@ def _advice(facts: CaseFacts, finding: Finding, guarded: Sequence[GuardedCall]) 
     if finding.cause == "group-order":
         guarded = [branch for branch in guarded if branch.kept]
         if named <= {rank for branch in guarded for rank in branch.kept}:
-            return frozenset(
-                {suggestions.GUARDED} if any(_keeps_from_their_group(facts, b, named) for b in guarded) else ()
-            )
+            return frozenset()
     advice = frozenset[Advice]().union(*(_advice_for_branch(facts, branch, named) for branch in guarded))
     return frozenset({suggestions.GUARDED}) if suggestions.GUARDED in advice else advice
-
-
-def _keeps_from_their_group(facts: CaseFacts, branch: GuardedCall, named: frozenset[int]) -> bool:
-    wait = facts.waiting.get(branch.ranks[0])
-    if wait is None or wait.group is None or not named.issubset(branch.kept):
-        return False
-    members, complete = facts.alignment.members(wait.group)
-    return complete and named <= members
 
 
 def _advice_for_branch(facts: CaseFacts, branch: GuardedCall, named: frozenset[int]) -> frozenset[Advice]:

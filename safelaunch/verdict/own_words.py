@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from safelaunch.model import (
     Claim,
@@ -11,8 +11,8 @@ from safelaunch.model import (
     HandledException,
     RankEvidence,
 )
+from safelaunch.stacks import calls, tracebacks
 from safelaunch.stacks import frames as fr
-from safelaunch.stacks import tracebacks
 from safelaunch.stacks.frames import short
 from safelaunch.stacks.source import context, runs_aside
 from safelaunch.verdict.exceptions import one_line
@@ -106,17 +106,24 @@ def _ended_thread(facts: CaseFacts, rank: RankEvidence) -> Annotation | None:
     ended = ended_thread(rank)
     if ended is None:
         return _missing_thread(facts, rank)
-    words, _ = ended
-    return Annotation(f"Its {words}.", (log_claim(rank, words),))
+    return Annotation(f"Its {ended.words}.", (log_claim(rank, ended.words),))
 
 
-def ended_thread(rank: RankEvidence) -> tuple[str, Frame | None] | None:
-    """Returns the thread that an exception ended last, as words, and the user's line that raised; None if none did."""
+@dataclass(frozen=True)
+class EndedThread:
+    words: str
+    frame: Frame | None  # the user's line that raised
+    served: bool  # it was in a server of the standard library
+
+
+def ended_thread(rank: RankEvidence) -> EndedThread | None:
+    """Returns the thread that an exception ended last; None if none did."""
     ended = next(tracebacks.of_threads(rank.log_tail), None)
     if ended is None:
         return None
     frame = fr.stack_of(rank, ended.frames).user_frame
-    return f"thread {ended.thread!r} has ended by {one_line(ended.message)}{fr.at(frame)}", frame
+    words = f"thread {ended.thread!r} has ended by {one_line(ended.message)}{fr.at(frame)}"
+    return EndedThread(words, frame, calls.SERVES.on(ended.frames))
 
 
 def log_claim(rank: RankEvidence, words: str) -> Claim:

@@ -342,6 +342,14 @@ def _new_between_groups(case: Case, left: Difference) -> Finding:
     )
 
 
+def _releasing(case: Case) -> list[int]:
+    # A missing record might hold the call that others wait for, and a new call of others might be the fault.
+    rank, seen = case.waits.released_by, case.alignment.records
+    if rank is None or not all(waiting in seen for waiting in case.waiting):
+        return []
+    return [rank] if all(left.ranks == (rank,) for left in _left_habits(case, 1)) else []
+
+
 def _minority(case: Case) -> list[int]:
     # Groups with different members have no majority, because each pair has its own order; nor has a transfer, which
     # only two ranks make.
@@ -377,8 +385,7 @@ def _in_other_order(case: Case, changed: list[int]) -> Finding:
     text = (" while " if len(words) == 2 else "; ").join(words[:3]) + more
     aside = [rank for rank in ranks if is_outside_normal_flow(case, rank)]
     aside = aside if len(aside) < len(ranks) else []
-    released = sorted(case.waits.released_by) if known_of_all else []
-    fewer = changed or aside or released or (_minority(case) if known_of_all else [])
+    fewer = changed or aside or (_releasing(case) or _minority(case) if known_of_all else [])
     if known_of_all:  # a rank that takes part in only one of the calls had no order to choose
         parties = {(w.wait.group, w.wait.kind, w.wait.peer): _parties(case, w) for w in case.waits.cycle}
         ranks = [rank for rank in ranks if sum(rank in each for each in parties.values()) > 1] or ranks

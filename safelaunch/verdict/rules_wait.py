@@ -150,7 +150,8 @@ class _BlockedServer:
     words: str
     claim: Claim
     advice: frozenset[Advice] = frozenset()
-    ended_at: Frame | None = None  # the line that raised, if its thread has ended
+    ended: bool = False  # its thread has ended
+    ended_at: Frame | None = None  # where it raised; None if unknown
     doubts: tuple[Doubt, ...] = ()
 
 
@@ -169,10 +170,10 @@ def _server_of(case: Case, rank: int) -> _BlockedServer | None:
             text = f"its thread {other.name}, which should answer, {own.reason}"
             return _BlockedServer(text, other.stack_claim(f"rank {rank}: thread {other.name} {own.reason}"), LOCK)
     ended = ended_thread(view.rank)
-    if ended is None:
+    if ended is None or not ended.served or any(calls.SERVES.on(thread.frames) for thread in view.threads):
         return None
-    words, frame = ended
-    return _BlockedServer(f"its {words}", log_claim(view.rank, words), ended_at=frame, doubts=(Doubt.STATE_INFERRED,))
+    claim = log_claim(view.rank, ended.words)
+    return _BlockedServer(f"its {ended.words}", claim, ended=True, ended_at=ended.frame, doubts=(Doubt.STATE_INFERRED,))
 
 
 def _kept_from_serving(case: Case, rank: int, server: _BlockedServer, waiting: Mapping[int, AwaitedHolder]) -> Finding:
@@ -181,7 +182,7 @@ def _kept_from_serving(case: Case, rank: int, server: _BlockedServer, waiting: M
     place = f"waits in {case.waiting[rank].words}" if rank in case.waiting else "waits"
     text = f"Rank {rank} {place}, and {server.words}."
     return Finding(
-        "blocking-io" if server.ended_at is not None else "lock-deadlock",
+        "blocking-io" if server.ended else "lock-deadlock",
         (*server.doubts, *doubts_if({Doubt.UNSEEN_RANKS: bool(case.unseen)})),
         f"{text} {capital(ranks_wait(case, own))} for its answer.",
         (waiting_culprit(case.ranks[rank], text, server.ended_at),),
@@ -193,7 +194,7 @@ def _kept_from_serving(case: Case, rank: int, server: _BlockedServer, waiting: M
 
 _WHY: Mapping[NodeKind, str] = {
     "message": "at the other end of the connection that {who} {waits} on",
-    "poll": "and might be the one that should create what {who} {waits} for",
+    "poll": "and might be the one that should create or remove what {who} {waits} for",
     "key": "and is the rank that should set the store key that {who} {waits} for",
     "file": "holding a file lock that {who} {waits} for",
 }

@@ -7,7 +7,7 @@ something that another rank should do.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Set
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -96,24 +96,15 @@ class Waits:
         return ranks_in(self.cycle)
 
     @cached_property
-    def released_by(self) -> frozenset[int]:
-        """The only rank of the cycle that could end all waits by entering what others wait for.
+    def released_by(self) -> int | None:
+        """The only rank of the cycle that could end all waits by entering what others wait for."""
+        awaited = (rank for rank in self.ranks_in_cycle if rank in self.blockers)
+        releasing = [rank for rank in awaited if self._releases(rank)]
+        return releasing[0] if len(releasing) == 1 else None
 
-        If there is none, the only smallest set of ranks that wait in one call, or for which one call waits. Empty if
-        several ranks or sets could.
-        """
-        inside = frozenset(self.ranks_in_cycle)
-        single = [rank for rank in sorted(inside & self.blockers) if self._releases({rank})]
-        if len(single) == 1:
-            return frozenset(single)
-        sets = {ranks for w in self.cycle for ranks in (frozenset(w.ranks), w.blockers & inside) if ranks}
-        releasing = sorted(filter(self._releases, sets), key=len)
-        is_smallest = len(releasing) == 1 or (len(releasing) > 1 and len(releasing[0]) < len(releasing[1]))
-        return releasing[0] if is_smallest else frozenset()
-
-    def _releases(self, ranks: Collection[int]) -> bool:
-        stuck_nodes = stuck({node: needs for node, needs in self._needs.items() if node not in ranks})
-        return not any(rank in stuck_nodes for rank in self.nodes if rank not in ranks)
+    def _releases(self, rank: int) -> bool:
+        stuck_nodes = stuck({node: needs for node, needs in self._needs.items() if node != rank})
+        return not any(other in stuck_nodes for other in self.nodes if other != rank)
 
     @cached_property
     def _needs(self) -> Mapping[Node, tuple[Need, ...]]:
@@ -197,8 +188,10 @@ def _missing_rank(
         return None
     for spot in _spots(facts.ranks[rank], own):
         others = facts.world - places[spot]
-        if len(places[spot]) >= 2 and len(others) == 1 and others <= facts.waiting.keys():
-            (other,) = others
+        if len(places[spot]) < 2 or len(others) != 1 or not others <= facts.waiting.keys():
+            continue
+        (other,) = others
+        if spot not in map(fr.spot, facts.ranks[other].user_stack):
             return _rank_holder(facts, other, "poll", f"only rank {other} does not wait there")
     return None
 
@@ -231,8 +224,8 @@ def _setting_rank(facts: CaseFacts, rank: int, own: Condition) -> AwaitedHolder 
         if len(may) == 1 and rank in kept and (other := next(iter(may))) in facts.ranks:
             behind = [f"`{step.words}`" for step in way_to(line, facts.read_source) if not step.loop]
             does = f"sets it, at {fr.place(line)}"
-            if own.key is None:
-                does = f"reaches {fr.place(line)}, which names that file"
+            if own.poll is not None and own.key is None:
+                does = f"reaches {fr.place(line)}, which {'removes' if own.poll.removal else 'names'} that file"
             words = f"only rank {other} {does}, under {' and '.join(behind)}"
             return _rank_holder(facts, other, "key" if own.key is not None else "poll", words, line)
     return None

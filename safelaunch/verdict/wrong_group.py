@@ -65,7 +65,7 @@ def _left_usual_group(case: Case, finding: Finding) -> Annotation | None:
         return None
     # From the line where it waits, else from the line where it diverged.
     diverged = {rank: stack[0] for rank, stack in finding.calls.items() if stack}
-    asked = [rank for rank in case.waiting if crash or rank in named]
+    asked = [rank for rank in case.waiting if rank in named or finding.cause != "collective-mismatch"]
     astray = {
         rank: text for rank in asked if (text := _unusual(case, rank) or _unusual(case, rank, diverged.get(rank)))
     }

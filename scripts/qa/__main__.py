@@ -63,6 +63,7 @@ QUALIFICATIONS = {
     "reproductions": Qualification("what `safelaunch reproduce` writes", 30, script("reproductions")),
     "log-verdicts": Qualification("verdicts from logs alone, compared with a watched job's", 5, script("log_verdicts")),
     "frameworks": Qualification("Lightning, Accelerate, DeepSpeed, Trainer", 7, ("bash", "scripts/qa/frameworks.sh")),
+    "gpu-check": Qualification("a node with a GPU: readings, leases, a blocked job, cost", 7, script("gpu_check")),
     "compat": Qualification("a smoke set under five versions of torch", 75, script("compat")),
 }
 
