@@ -28,6 +28,8 @@ SAMPLED_S = 10.0
 CHECKS_S = (30.0, 120.0)  # after the first step
 CHECK_AGAIN_S = 600.0
 APART_S = 600.0  # between two messages
+RETRY_S, RETRIES = 60.0, 3  # while the steps stay slow
+RECENT_S = 60.0  # of the arrivals, without an onset
 MOST_PEERS = 3
 ARRIVALS_DEADLINE_S = 5.0
 
@@ -56,6 +58,7 @@ class SlowMonitor:
         self._check: _Check | None = None
         self._slow: SlowRank | None = None
         self._said_s = -APART_S
+        self._tries, self._retry_s = 0, 0.0
         self._watch.note(SOURCE, ())
 
     def tick(self) -> None:
@@ -72,10 +75,24 @@ class SlowMonitor:
             return
         if self._slow is not None and before is not None and self._times.onset is None:
             self._say_end(self._slow, now)
-        onset = self._times.onset if before is None else None
-        if (onset is not None or self._is_due(now)) and self._slow is None and now - self._said_s >= APART_S:
-            stop = threading.Event()
-            self._check = _Check(self._times.onset, BackgroundTask("slow ranks", lambda: self._examine(stop)), stop)
+        if (self._is_slower(before, now) or self._is_due(now)) and self._slow is None and now - self._said_s >= APART_S:
+            self._begin_check(self._times.onset, now)
+
+    def _is_slower(self, before: Onset | None, now: float) -> bool:
+        """Returns whether a check is due because of an onset."""
+        if self._times.onset is None:
+            return False
+        if before is None:
+            self._tries, self._retry_s = 0, now
+        if self._tries >= RETRIES or now < self._retry_s:
+            return False
+        self._tries, self._retry_s = self._tries + 1, now + RETRY_S
+        return True
+
+    def _begin_check(self, onset: Onset | None, now: float) -> None:
+        stop, begin_s = threading.Event(), onset.at_s if onset is not None else now - RECENT_S
+        since_ns = int((time.time() - (now - begin_s)) * 1e9)
+        self._check = _Check(onset, BackgroundTask("slow ranks", lambda: self._examine(since_ns, stop)), stop)
 
     def finish(self, *, succeeded: bool) -> None:
         if self._check is not None:
@@ -98,21 +115,22 @@ class SlowMonitor:
         self._next_s = next(self._due)
         return True
 
-    def _examine(self, stop: threading.Event) -> SlowRank | None:
+    def _examine(self, since_ns: int, stop: threading.Event) -> SlowRank | None:
         """Asks both witnesses. Runs in a thread. The samples are taken only if the first look names a rank."""
-        first = self._straggler()
+        first = self._straggler(since_ns)
         if first is None:
             return None
         here = [target.rank for target in self._watch.targets()]
         peers = [rank for rank in here if rank != first.rank][:MOST_PEERS]
         ask = Sampling(SAMPLED_S, format_ranks([first.rank, *peers]))
         recording = Recorder().here(ask, self._job.view, stop)
-        return None if stop.is_set() else slow_rank(recording, (first, self._straggler()))
+        return None if stop.is_set() else slow_rank(recording, (first, self._straggler(since_ns)))
 
-    def _straggler(self) -> Straggler | None:
+    def _straggler(self, since_ns: int) -> Straggler | None:
         targets = [target for target in self._watch.targets() if target.socket is not None]
+        answers = ask_each(targets, lambda target: arrivals_of(str(target.socket)), deadline_s=ARRIVALS_DEADLINE_S)
         return find_straggler(
-            ask_each(targets, lambda target: arrivals_of(str(target.socket)), deadline_s=ARRIVALS_DEADLINE_S)
+            {rank: {call: at for call, at in calls.items() if at >= since_ns} for rank, calls in answers.items()}
         )
 
     def _take(self, check: _Check, now: float) -> None:
