@@ -1,16 +1,18 @@
 """Watches the pace of a running job: says which rank slows it down, once, and when that is over. Ends nothing.
 
-A check costs ten seconds of samples, so it runs only when the steps have become slower, and a few times after the
-start, because a rank can be slow from the first step on.
+A check takes samples for ten seconds or more. So it runs only when the steps have become slower, and a few times after
+the start, because a rank can be slow from the first step on.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from safelaunch.addons.record import sampling
 from safelaunch.addons.record.recording import Sampling
 from safelaunch.addons.record.service import Recorder
 from safelaunch.addons.slow.arrivals import Straggler, find_straggler
@@ -24,7 +26,8 @@ from safelaunch.system.console import say
 from safelaunch.system.task import BackgroundTask
 
 SOURCE = "slow"
-SAMPLED_S = 10.0
+SHORTEST_S, LONGEST_S = 10.0, 40.0  # of the samples
+SAMPLES = 160  # of each rank, for a difference of 15 % to exceed its scatter
 CHECKS_S = (30.0, 120.0)  # after the first step
 CHECK_AGAIN_S = 600.0
 APART_S = 600.0  # between two messages
@@ -122,8 +125,7 @@ class SlowMonitor:
             return None
         here = [target.rank for target in self._watch.targets()]
         peers = [rank for rank in here if rank != first.rank][:MOST_PEERS]
-        ask = Sampling(SAMPLED_S, format_ranks([first.rank, *peers]))
-        recording = Recorder().here(ask, self._job.view, stop)
+        recording = Recorder().here(_sampling([first.rank, *peers]), self._job.view, stop)
         return None if stop.is_set() else slow_rank(recording, (first, self._straggler(since_ns)))
 
     def _straggler(self, since_ns: int) -> Straggler | None:
@@ -150,6 +152,12 @@ class SlowMonitor:
         self._slow = None
         self._watch.note(SOURCE, ())
         say(f"back to {_seconds(self._times.usual_s)} a step: rank {slow.rank} no longer slows the job down")
+
+
+def _sampling(ranks: Sequence[int]) -> Sampling:
+    passes = len(ranks) * len(sampling.PASSES)
+    rate_hz = sampling.rate_for(passes, len(os.sched_getaffinity(0)))
+    return Sampling(min(LONGEST_S, max(SHORTEST_S, SAMPLES / rate_hz)), format_ranks(ranks))
 
 
 def _times_of_checks() -> Iterator[float]:
