@@ -109,16 +109,16 @@ def _verb(times: Sequence[RankTime], singular: str, plural: str) -> str:
 
 @dataclass(frozen=True)
 class LateRanks:
-    """The ranks that the others wait for, and what they do meanwhile. Shares are of recorded time (0 to 1)."""
+    """The ranks that the others wait for, and what they do in that time. Shares are of recorded time (0 to 1)."""
 
     ranks: tuple[int, ...]
     difference: float
     """how much more the others wait"""
     location: CodeLocation | None
-    """where the late ranks spend most of the difference; None if no place explains it"""
+    """place in which the late ranks spend most of the difference; None if no place explains it"""
     frame: Frame | None
     share: float
-    """of the late ranks' time at that place"""
+    """share of the late ranks' time at that place"""
     share_of_others: float
 
 

@@ -1,7 +1,7 @@
 """Names the rank that its peers wait for, and where it spends that time, if two witnesses agree. Has no side effects.
 
-The arrival times of collectives show who comes last; samples of the stacks show who waits least. They are independent:
-arrivals don't depend on stacks, and samples not on clocks.
+The arrival times of collectives show the rank that comes last, and samples of the stacks the one that waits least. They
+are independent: arrivals don't depend on stacks, and samples not on clocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class SlowRank:
     lost: float
     """share of the peers' time that they wait for it more than it waits for them"""
     spends: str
-    """where it spends that time, in words; empty if no line explains it"""
+    """line in which it spends that time, in words; empty if no line explains it"""
 
     @property
     def words(self) -> str:
@@ -43,4 +43,4 @@ def slow_rank(recording: Recording, arrivals: tuple[Straggler | None, ...]) -> S
 def _spends(late: LateRanks) -> str:
     if late.frame is None:
         return "its extra time is spread over many lines"
-    return f"it spends {percent(late.share)} in {place(late.frame)}, where they spend {percent(late.share_of_others)}"
+    return f"it spends {percent(late.share)} in {place(late.frame)}; the others spend {percent(late.share_of_others)}"

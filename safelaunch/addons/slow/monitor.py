@@ -38,7 +38,7 @@ ARRIVALS_DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Check:
+class _Examination:
     """Examination of the ranks, because of ``onset`` or to see whether one is slow from the start."""
 
     onset: Onset | None
@@ -58,7 +58,7 @@ class SlowMonitor:
         self._times = StepTimes()
         self._due = _times_of_checks()
         self._next_s = next(self._due)
-        self._check: _Check | None = None
+        self._check: _Examination | None = None
         self._slow: SlowRank | None = None
         self._said_s = -APART_S
         self._tries, self._retry_s = 0, 0.0
@@ -95,7 +95,7 @@ class SlowMonitor:
     def _begin_check(self, onset: Onset | None, now: float) -> None:
         stop, begin_s = threading.Event(), onset.at_s if onset is not None else now - RECENT_S
         since_ns = int((time.time() - (now - begin_s)) * 1e9)
-        self._check = _Check(onset, BackgroundTask("slow ranks", lambda: self._examine(since_ns, stop)), stop)
+        self._check = _Examination(onset, BackgroundTask("slow ranks", lambda: self._examine(since_ns, stop)), stop)
 
     def finish(self, *, succeeded: bool) -> None:
         if self._check is not None:
@@ -135,7 +135,7 @@ class SlowMonitor:
             {rank: {call: at for call, at in calls.items() if at >= since_ns} for rank, calls in answers.items()}
         )
 
-    def _take(self, check: _Check, now: float) -> None:
+    def _take(self, check: _Examination, now: float) -> None:
         slow = check.task.result()
         if slow is None:
             return

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 WINDOW_S, WINDOW_STEPS = 8.0, 8
 WARM_UP_WINDOWS = 1
-LEAST_WINDOWS = 3  # before a change can be told
+LEAST_WINDOWS = 3  # before a change can be found
 MOST_WINDOWS = 200
 GROWTH = 0.10
 SIGMAS = 4.0

@@ -1,4 +1,4 @@
-"""Who arrives last at collectives: ``arrivals.find_straggler``."""
+"""The rank that arrives last at collectives: ``arrivals.find_straggler``."""
 
 from __future__ import annotations
 
