@@ -87,10 +87,11 @@ PURE |= {
     for name in ("comparison", "document", "page", "recording", "rows", "screen", "shares", "slowness", "speedscope")
 }
 PURE |= {"addons.consistency.compare", "addons.consistency.wire"}
+PURE |= {f"addons.slow.{name}" for name in ("arrivals", "late_rank", "step_times")}
 PURE |= {"cli.doctor_rules"}
 READS_THE_CLOCK = {"report.page", "addons.record.page", "report.sentences"}
 # Add-ons that import another one, which can't be deleted without them.
-ADDONS_THAT_USE_OTHERS: set[tuple[str, str]] = set()
+ADDONS_THAT_USE_OTHERS = {("addons.slow", "addons.record")}  # the samples that show the line
 IMPURE = {"os", "subprocess", "time", "socket", "threading", "shutil"}
 # Scripts that hang on purpose and run as jobs, programs that torchrun runs, and code in the job's interpreter.
 NOT_OURS = ("cli/demos/", "job/launcher/", "supervise/cluster/store_program.py")
