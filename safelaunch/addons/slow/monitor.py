@@ -35,6 +35,7 @@ RETRY_S, RETRIES = 60.0, 3  # while the steps stay slow
 RECENT_S = 60.0  # of the arrivals, without an onset
 MOST_PEERS = 3
 ARRIVALS_DEADLINE_S = 5.0
+STOP_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class SlowMonitor:
         self._next_s = next(self._due)
         self._check: _Examination | None = None
         self._slow: SlowRank | None = None
+        self._since: Onset | None = None  # of the slow rank; None if it is slow from the start
         self._said_s = -APART_S
         self._tries, self._retry_s = 0, 0.0
         self._watch.note(SOURCE, ())
@@ -76,9 +78,10 @@ class SlowMonitor:
                 check, self._check = self._check, None
                 self._take(check, now)
             return
-        if self._slow is not None and before is not None and self._times.onset is None:
-            self._say_end(self._slow, now)
-        if (self._is_slower(before, now) or self._is_due(now)) and self._slow is None and now - self._said_s >= APART_S:
+        if self._slow is not None and self._since is not None and self._times.onset is None:
+            self._say_end(self._slow)
+        is_known = self._slow is not None and self._since is not None
+        if (self._is_slower(before, now) or self._is_due(now)) and not is_known:
             self._begin_check(self._times.onset, now)
 
     def _is_slower(self, before: Onset | None, now: float) -> bool:
@@ -100,6 +103,7 @@ class SlowMonitor:
     def finish(self, *, succeeded: bool) -> None:
         if self._check is not None:
             self._check.stop.set()
+            self._check.task.wait(STOP_S)
 
     def _read_steps(self) -> None:
         ranks = [progress for progress in self._watch.last_progress.values() if progress.step is not None]
@@ -136,20 +140,23 @@ class SlowMonitor:
         )
 
     def _take(self, check: _Examination, now: float) -> None:
-        slow = check.task.result()
-        if slow is None:
+        slow, was = check.task.result(), self._slow
+        is_over = check.onset is not None and self._times.onset is None
+        self._slow, self._since = (None, None) if slow is None or is_over else (slow, check.onset)
+        self._watch.note(SOURCE, (self._slow.words,) if self._slow is not None else ())
+        is_known = slow is not None and was is not None and slow.rank == was.rank
+        if self._slow is None or is_known or now - self._said_s < APART_S:
             return
-        self._slow, self._said_s = slow, now
-        self._watch.note(SOURCE, (slow.words,))
+        self._said_s = now
         since = ""
         if (onset := check.onset) is not None:
             clock = time.strftime("%H:%M", time.localtime(time.time() - (now - onset.at_s)))
             since = f"slower since step {onset.step:,} ({clock}): {_seconds(onset.before_s)} -> "
             since += f"{_seconds(onset.now_s)} a step; "
-        say(f"{since}{slow.words}. The job continues.")
+        say(f"{since}{self._slow.words}. The job continues.")
 
-    def _say_end(self, slow: SlowRank, now: float) -> None:
-        self._slow = None
+    def _say_end(self, slow: SlowRank) -> None:
+        self._slow = self._since = None
         self._watch.note(SOURCE, ())
         say(f"back to {_seconds(self._times.usual_s)} a step: rank {slow.rank} no longer slows the job down")
 

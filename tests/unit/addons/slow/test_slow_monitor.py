@@ -1,0 +1,119 @@
+"""Messages of the watch for slow ranks: ``monitor.SlowMonitor``, with stubs of the job and of its examinations."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from safelaunch.addons.slow import monitor
+from safelaunch.addons.slow.late_rank import SlowRank
+from safelaunch.addons.slow.monitor import SlowMonitor
+
+SLOW = SlowRank(1, 0.2, "it spends 30% in train.py:9 (augment); the others spend 1%")
+
+
+class Watched:
+    """Stub of a watch over two ranks that make a step in ``step_s``."""
+
+    def __init__(self) -> None:
+        self.attempt = (0, 0)
+        self.notes: tuple[str, ...] = ()
+        self.last_progress: dict[int, Any] = {}
+        self.now, self.step = 1000.0, 0
+
+    def note(self, source: str, notes: tuple[str, ...]) -> None:
+        self.notes = notes
+
+    def make(self, count: int, step_s: float) -> None:
+        self.now += count * step_s
+        self.step += count
+        times = {"step": self.step, "last_step_ns": int(self.now * 1e9), "first_step_ns": int(1000e9)}
+        self.last_progress = {n: SimpleNamespace(rank=n, paused=False, phase="", **times) for n in range(2)}
+
+
+class Harness:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.watch = Watched()
+        self.answers: list[SlowRank | None] = []
+        self.checks = 0
+        self.monitor = SlowMonitor(SimpleNamespace(view=SimpleNamespace(watch=self.watch)))  # type: ignore[arg-type]
+        monkeypatch.setattr(self.monitor, "_examine", self._examine)
+        clock = {name: getattr(time, name) for name in ("time", "strftime", "localtime")}
+        monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: self.watch.now, **clock))
+
+    def _examine(self, since_ns: int, stop: object) -> SlowRank | None:
+        self.checks += 1
+        return self.answers.pop(0) if self.answers else None
+
+    def run(self, steps: int, step_s: float) -> None:
+        for _ in range(steps):
+            self.watch.make(1, step_s)
+            self.monitor.tick()
+            if self.monitor._check is not None:
+                assert self.monitor._check.task.wait(10)
+                self.monitor.tick()
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Harness:
+    return Harness(monkeypatch)
+
+
+def said(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    return capfd.readouterr().err.splitlines()
+
+
+def test_onset_and_end_are_said_once_each(job: Harness, capfd: pytest.CaptureFixture[str]) -> None:
+    job.run(130, 0.2)  # with the check after 30 s behind it: 26 s of steps
+    job.answers = [None, SLOW, SLOW, SLOW]
+    job.run(40, 0.2)
+    job.run(600, 0.3)
+    (line,) = said(capfd)
+    assert line.startswith("safelaunch: slower since step 1") and "0.20 s -> 0.30 s a step" in line
+    assert "wait for rank 1 20% of the time; it spends 30% in train.py:9 (augment)" in line
+    assert job.watch.notes == (SLOW.words,)
+    job.run(200, 0.2)
+    assert said(capfd) == ["safelaunch: back to 0.20 s a step: rank 1 no longer slows the job down"]
+    assert job.watch.notes == ()
+
+
+def test_rank_that_is_slow_from_the_start_is_said_once_and_its_note_goes_with_it(
+    job: Harness, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job.answers = [SLOW, SLOW, None]
+    job.run(700, 0.2)
+    (line,) = said(capfd)
+    assert line.startswith("safelaunch: the other ranks wait for rank 1 20% of the time") and job.checks == 2
+    assert job.watch.notes == (SLOW.words,)
+    job.run(3000, 0.2)
+    assert (said(capfd), job.checks, job.watch.notes) == ([], 3, ())
+
+
+def test_onset_without_a_slow_rank_says_nothing_and_is_examined_a_few_times(
+    job: Harness, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job.run(170, 0.2)
+    job.run(1500, 0.3)
+    assert said(capfd) == []
+    assert job.checks <= len(monitor.CHECKS_S) + monitor.RETRIES
+
+
+def test_new_attempt_forgets_the_slow_rank(job: Harness) -> None:
+    job.answers = [SLOW]
+    job.run(200, 0.2)
+    assert job.watch.notes == (SLOW.words,)
+    job.watch.attempt = (1, 0)
+    job.monitor.tick()
+    assert job.watch.notes == ()
+
+
+def test_examination_ends_with_the_job(job: Harness) -> None:
+    job.run(149, 0.2)
+    job.watch.make(20, 0.2)
+    job.monitor.tick()
+    assert job.monitor._check is not None
+    job.monitor.finish(succeeded=True)
+    assert job.monitor._check.stop.is_set()
