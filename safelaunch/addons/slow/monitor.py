@@ -11,12 +11,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from safelaunch.addons.record import sampling
-from safelaunch.addons.record.recording import Sampling
-from safelaunch.addons.record.service import Recorder
 from safelaunch.addons.slow.arrivals import Straggler, find_straggler
-from safelaunch.addons.slow.late_rank import SlowRank, slow_rank
 from safelaunch.addons.slow.step_times import Onset, StepTimes
 from safelaunch.capture.flight_recorder import arrivals_of
 from safelaunch.model import format_ranks
@@ -24,6 +21,10 @@ from safelaunch.supervise.looks import ask_each
 from safelaunch.supervise.monitors import MonitoredJob
 from safelaunch.system.console import say
 from safelaunch.system.task import BackgroundTask
+
+if TYPE_CHECKING:  # loaded when a rank is examined: the supervisor stays small
+    from safelaunch.addons.record.recording import Sampling
+    from safelaunch.addons.slow.late_rank import SlowRank
 
 SOURCE = "slow"
 SHORTEST_S, LONGEST_S = 10.0, 40.0  # of the samples
@@ -127,6 +128,9 @@ class SlowMonitor:
         first = self._straggler(since_ns)
         if first is None:
             return None
+        from safelaunch.addons.record.service import Recorder
+        from safelaunch.addons.slow.late_rank import slow_rank
+
         here = [target.rank for target in self._watch.targets()]
         peers = [rank for rank in here if rank != first.rank][:MOST_PEERS]
         recording = Recorder().here(_sampling([first.rank, *peers]), self._job.view, stop)
@@ -162,6 +166,9 @@ class SlowMonitor:
 
 
 def _sampling(ranks: Sequence[int]) -> Sampling:
+    from safelaunch.addons.record import sampling
+    from safelaunch.addons.record.recording import Sampling
+
     passes = len(ranks) * len(sampling.PASSES)
     rate_hz = sampling.rate_for(passes, len(os.sched_getaffinity(0)))
     return Sampling(min(LONGEST_S, max(SHORTEST_S, SAMPLES / rate_hz)), format_ranks(ranks))

@@ -67,7 +67,7 @@ def said(capfd: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_onset_and_end_are_said_once_each(job: Harness, capfd: pytest.CaptureFixture[str]) -> None:
-    job.run(130, 0.2)  # with the check after 30 s behind it: 26 s of steps
+    job.run(130, 0.2)  # the first check comes at 30 s
     job.answers = [None, SLOW, SLOW, SLOW]
     job.run(40, 0.2)
     job.run(600, 0.3)
