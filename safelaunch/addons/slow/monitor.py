@@ -183,4 +183,4 @@ def _times_of_checks() -> Iterator[float]:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"
+    return f"{value:.3g} s"

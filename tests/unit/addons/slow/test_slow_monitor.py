@@ -72,11 +72,11 @@ def test_onset_and_end_are_said_once_each(job: Harness, capfd: pytest.CaptureFix
     job.run(40, 0.2)
     job.run(600, 0.3)
     (line,) = said(capfd)
-    assert line.startswith("safelaunch: slower since step 1") and "0.20 s -> 0.30 s a step" in line
+    assert line.startswith("safelaunch: slower since step 1") and "0.2 s -> 0.3 s a step" in line
     assert "wait for rank 1 20% of the time; it spends 30% in train.py:9 (augment)" in line
     assert job.watch.notes == (SLOW.words,)
     job.run(200, 0.2)
-    assert said(capfd) == ["safelaunch: back to 0.20 s a step: rank 1 no longer slows the job down"]
+    assert said(capfd) == ["safelaunch: back to 0.2 s a step: rank 1 no longer slows the job down"]
     assert job.watch.notes == ()
 
 
