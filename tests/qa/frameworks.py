@@ -62,7 +62,7 @@ FRAMEWORKS = (
     ),
     Framework(
         "deepspeed",
-        {"asleep": "stuck-in-user-code", "barrier": "group-order"},  # the barrier belongs to another group
+        {"asleep": "stuck-in-user-code", "barrier": "collective-mismatch"},
         "deepspeed",
         (str(_BESIDE / "deepspeed"), "--num_accelerators=2"),
         (("DS_ACCELERATOR", "cpu"),),
