@@ -15,7 +15,7 @@ from safelaunch.capture.counters import Counters
 from safelaunch.capture.flight_recorder import default_timeout_s
 from safelaunch.supervise.looks import newest_entries
 from safelaunch.supervise.watch import rhythm, work
-from safelaunch.supervise.watch.progress import Watch
+from safelaunch.supervise.watch.progress import Watch, first_step_s
 from safelaunch.supervise.watch.work import Background
 from safelaunch.system.console import say
 from safelaunch.system.task import BackgroundTask
@@ -72,7 +72,7 @@ class Poller(Generic[Answer]):
         raise NotImplementedError
 
     def has_stepped_for(self, seconds: float, now: float) -> bool:
-        first_s = min((p.first_step_ns for p in self._watch.last_progress.values() if p.first_step_ns), default=0) / 1e9
+        first_s = first_step_s(self._watch.last_progress)
         return bool(first_s) and now >= first_s + seconds
 
 

@@ -113,16 +113,17 @@ class View:
 
     @property
     def os_tid(self) -> int | None:
-        leads = self.sample.leads if self.sample is not None else 0
-        return (leads or self.process.pid) if self.other is None else self.other.os_tid
+        return self._main_tid if self.other is None else self.other.os_tid
+
+    @property
+    def _main_tid(self) -> int:
+        return (self.sample.leads if self.sample is not None else 0) or self.process.pid
 
     @property
     def actor(self) -> Actor:
         """The thread as a node of the graph of waits."""
-        if self.other is None or (self.sample is not None and self.other is self.sample.main_thread):
-            tid: int | str = (self.sample.leads if self.sample is not None else 0) or self.process.pid
-        else:
-            tid = self.other.os_tid or self.other.name
+        is_main = self.other is None or (self.sample is not None and self.other is self.sample.main_thread)
+        tid = self._main_tid if is_main or self.other is None else self.other.os_tid or self.other.name
         return Actor(self.rank.rank, self.process.pid, tid)
 
     @property

@@ -21,12 +21,11 @@ class SlowRank:
     lost: float
     """share of the peers' time that they wait for it more than it waits for them"""
     spends: str
-    """line in which it spends that time, in words; empty if no line explains it"""
+    """line in which it spends that time, in words"""
 
     @property
     def words(self) -> str:
-        waits = f"the other ranks wait for rank {self.rank} {percent(self.lost)} of the time"
-        return f"{waits}{f'; {self.spends}' if self.spends else ''}"
+        return f"the other ranks wait for rank {self.rank} {percent(self.lost)} of the time; {self.spends}"
 
 
 def slow_rank(recording: Recording, arrivals: tuple[Straggler | None, ...]) -> SlowRank | None:

@@ -19,6 +19,7 @@ from safelaunch.capture.flight_recorder import arrivals_of
 from safelaunch.model import format_ranks
 from safelaunch.supervise.looks import ask_each
 from safelaunch.supervise.monitors import MonitoredJob
+from safelaunch.supervise.watch.progress import first_step_s
 from safelaunch.system.console import say
 from safelaunch.system.task import BackgroundTask
 
@@ -117,7 +118,7 @@ class SlowMonitor:
         self._times = self._times.after(first.last_step_ns / 1e9, first.step or 0)
 
     def _is_due(self, now: float) -> bool:
-        first_s = min((p.first_step_ns for p in self._watch.last_progress.values() if p.first_step_ns), default=0) / 1e9
+        first_s = first_step_s(self._watch.last_progress)
         if not first_s or now < first_s + self._next_s:
             return False
         self._next_s = next(self._due)

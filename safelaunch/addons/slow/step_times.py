@@ -7,7 +7,7 @@ doesn't count. A change counts once two windows in a row show it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 WINDOW_S, WINDOW_STEPS = 8.0, 8
@@ -48,7 +48,7 @@ class StepTimes:
     """windows before a change"""
     skipped: int = 0
     """windows of the warm-up"""
-    recent: tuple[StepWindow, ...] = field(default=())
+    recent: tuple[StepWindow, ...] = ()
     """windows since a change that isn't confirmed"""
     onset: Onset | None = None
 

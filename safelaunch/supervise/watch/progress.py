@@ -46,6 +46,13 @@ def bounds_of(settings: Settings) -> rhythm.ThresholdBounds | None:
     return rhythm.ThresholdBounds(floor_s, ceiling_s, min(ceiling_s, max(floor_s, settings.effective_stall_timeout_s)))
 
 
+def first_step_s(last_progress: Mapping[int, Progress]) -> float:
+    """Returns when a rank made the first step (CLOCK_MONOTONIC); 0 before that."""
+    return (
+        min((progress.first_step_ns for progress in last_progress.values() if progress.first_step_ns), default=0) / 1e9
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Glance:
     agent: tuple[AgentEvent, ...]
