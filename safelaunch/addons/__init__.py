@@ -37,7 +37,7 @@ HOOKS: Mapping[str, tuple[str, ...]] = {
     "monitors": ("consistency", "slow"),
     "probe_values": ("consistency",),
     "readers": ("logs",),
-    "services": ("record",),
+    "services": ("record", "slow"),
 }
 
 

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 
-from . import descriptors, gil_answer, inside, layout, log, page, signals
+from . import descriptors, garbage, gil_answer, inside, layout, log, page, signals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def start(base: str, words: memoryview) -> bool:
         add(GIL_HANDLER, _answer_gil)
         add(FLIGHT_RECORD_HANDLER, _answer_flight_record)
         add(inside.HANDLER, inside.handler(base))
+        add(garbage.HANDLER, garbage.answer)
         _follow_recorders(add)
     gil_answer.remember_signal_handlers()
     global _server

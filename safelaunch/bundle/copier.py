@@ -21,7 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BUNDLE = re.compile(r".+-(?P<time>\d{8}T\d{6}Z)-(?:hang|suspect|crash|dump)(?:-(?P<number>\d{1,3}))?")
+BUNDLE = re.compile(r".+-(?P<time>\d{8}T\d{6}Z)-(?:hang|suspect|crash|dump|slow)(?:-(?P<number>\d{1,3}))?")
 STALE_S = 24 * 3600
 REPLACED = "another user who may write there has replaced the bundle"
 WHOLE = ("verdict.json", "manifest.json")

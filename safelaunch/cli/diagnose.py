@@ -230,7 +230,9 @@ def _tell(reading: EvidenceSource, path: str, wanted: _ShownParts) -> _ChildOutp
 
     if wanted.table is not None and not wanted.files:
         return _calls(reading, wanted.table, as_json=wanted.as_json)
-    verdict = _with_next(_pointing_at(diagnose(reading.evidence, read_source=reading.read_source), reading), reading)
+    verdict = reading.stored or _with_next(
+        _pointing_at(diagnose(reading.evidence, read_source=reading.read_source), reading), reading
+    )
     files = _files(verdict, reading, wanted.files)
     document = json_text(msgspec.to_builtins(verdict))
     files |= {VERDICT: f"{document}\n"} if VERDICT in wanted.files else {}
@@ -239,7 +241,7 @@ def _tell(reading: EvidenceSource, path: str, wanted: _ShownParts) -> _ChildOutp
     code = REACHED if was_reached(verdict) else NOT_ENOUGH
     if wanted.as_json:
         return _ChildOutput(code, document, files=files)
-    if not (reading.evidence.ranks or reading.evidence.rendezvous or reading.evidence.nodes):
+    if reading.stored is None and not (reading.evidence.ranks or reading.evidence.rendezvous or reading.evidence.nodes):
         return _ChildOutput(REACHED if reading.remarks else NOT_ENOUGH, "", _closing(reading), files)
     on = display(1, os.environ)
     return _ChildOutput(

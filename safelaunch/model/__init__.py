@@ -45,6 +45,7 @@ from safelaunch.model.evidence import (
     Rendezvous,
     Resources,
     ServerProbe,
+    Slowdown,
     Verdict,
     Watched,
     WrongResult,

@@ -231,8 +231,8 @@ class WrongResult(Record, frozen=True):
         return "loss-diverged" if self.kind == "loss" else self.kind
 
 
-Outcome = Literal["hang", "suspect", "crash", "dump"]
-"""``suspect``: the job might hang, and continued."""
+Outcome = Literal["hang", "suspect", "crash", "dump", "slow"]
+"""``suspect``: the job might hang, and continued. ``slow``: a rank slows the job down, which continued."""
 
 Answer = Literal["dead", "alive", "unknown", "unseen"]
 """State of a job that makes no step. ``dead``: proved. ``alive``: something works. ``unknown``: neither is shown,
@@ -425,13 +425,38 @@ class ProofEdge(Record, frozen=True, omit_defaults=False):
     file: str  # file of the bundle that shows it
 
 
+class Slowdown(Record, frozen=True, omit_defaults=False):
+    """A lasting slowdown of a job, for which the others wait for one rank."""
+
+    step: int | None
+    """first slow step, or first slow collective of a job without steps; null: the first one"""
+    since: str
+    """when that was: UTC, ISO 8601; empty if the job was slow from the start"""
+    before_s: float
+    """median duration of a step before; 0 if the job was slow from the start"""
+    now_s: float
+    """median duration of a step since then; 0 if unknown"""
+    lost: float
+    """share of the other ranks' time (0 to 1) that they wait for this rank more than it waits for them"""
+    spent: float
+    """share of the rank's time at the culprit's line; 0 if no line explains the difference"""
+    spent_by_others: float
+    """share of the other ranks' time at that line"""
+    reason: str
+    """``cpu-queue``, ``cpu-quota``, ``cpu-steal``, ``stopped``, ``disk``, ``memory``, ``garbage-collection``, ``gil``,
+    ``gpu-clock``, ``gpu-shared``, ``device-error`` or ``network``; empty if no counter explains most of the loss"""
+    explains: float
+    """share of the rank's time that the reason takes; 0 without a reason"""
+
+
 class Verdict(Record, frozen=True, omit_defaults=False):
     """The document of ``verdict.json``."""
 
     schema: int
     """1"""
     outcome: Outcome
-    """``hang``; ``suspect`` if the job might be hung and was left running; ``crash``; ``dump``"""
+    """``hang``; ``suspect`` if the job might be hung and was left running; ``crash``; ``dump``; ``slow`` if a rank
+    slows the job down"""
     cause: str
     """one of the causes that ``safelaunch explain`` lists"""
     confidence: Confidence
@@ -481,6 +506,8 @@ class Verdict(Record, frozen=True, omit_defaults=False):
     """versions of ``python``, ``torch``, ``safelaunch`` and others, as far as they are known"""
     command: tuple[str, ...] = ()
     """the job's command line as it was typed, without secrets"""
+    slow: Slowdown | msgspec.UnsetType = msgspec.UNSET
+    """outcome ``slow`` only: since when the job is slow, what it costs, and why"""
 
     def with_job(self, evidence: Evidence) -> Verdict:
         """Returns the verdict with the fields that identify the job and the time of capture."""

@@ -29,6 +29,7 @@ OUTCOMES = {
     "suspect": "the job may be hung",
     "crash": "the job crashed",
     "dump": "snapshot",
+    "slow": "a rank slows the job down",
 }
 
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -18,15 +18,18 @@ from safelaunch.job.job import Job
 from safelaunch.model import BundlePlace
 from safelaunch.supervise import publishing
 from safelaunch.supervise.cluster.messages import NodeQuestion, Round
-from safelaunch.supervise.control.protocol import Client, ControlRequest, DumpAnswer, Server
+from safelaunch.supervise.control.protocol import Client, ControlRequest, DumpAnswer, Server, ServiceAnswer
 from safelaunch.supervise.kinds import DUMP, ENDED, IncidentKind
 from safelaunch.supervise.publishing import Agreement, Report
 from safelaunch.supervise.respond import Cancelled, Incident, JobView, observe
-from safelaunch.supervise.services import Services
+from safelaunch.supervise.services import Services, Take
 from safelaunch.supervise.status import StatusRequests
 from safelaunch.supervise.submissions import read_evidence
 from safelaunch.system.console import say
 from safelaunch.system.redaction.redactor import Redactor
+
+if TYPE_CHECKING:
+    from safelaunch.addons.protocols import Service
 
 
 @dataclass
@@ -86,6 +89,13 @@ class ControlServer:
             dump = _RequestedDump(bundle_dir)
             self._dumps.append(dump)
         return dump
+
+    def ask_nodes(self, service: Service[Any, Any], ask: Any, take: Take) -> None:
+        """Asks a service on behalf of a monitor; any other request comes first."""
+        if self._dumps:
+            take(ServiceAnswer(problem="a bundle is being written"))
+            return
+        self._services.ask_for_monitor(service, ask, take)
 
     def dump_here(self, show: Callable[[Report], None], *, ends: bool = False) -> None:
         """Writes a bundle and passes it to ``show``. If ``ends``, ``show`` ends the job."""

@@ -112,6 +112,7 @@ class Supervisor:
             end=self._end_for_monitor,
             is_ending=lambda: self._ending is not None or self._verdict is not None,
             has_ended=lambda: self._has_ended,
+            ask_nodes=self._live.ask_nodes,
         )
         self._monitors = Monitors(job, view, actions)
         self._exit_events: dict[int, RankExit] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safelaunch import addons
 from safelaunch.job.job import Job
@@ -23,7 +23,8 @@ from safelaunch.system.console import say
 from safelaunch.system.errors import internal_error
 
 if TYPE_CHECKING:
-    from safelaunch.addons.protocols import Monitor
+    from safelaunch.addons.protocols import Monitor, Service
+    from safelaunch.supervise.control.protocol import ServiceAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class MonitorActions:
     """Ends the job with this exit code; without a report, another node decided it."""
     is_ending: Callable[[], bool]
     has_ended: Callable[[], bool]
+    ask_nodes: Callable[[Service[Any, Any], Any, Callable[[ServiceAnswer[Any]], None]], None]
+    """Asks a service for the answer of all nodes, and passes it to the function on a later tick."""
 
 
 @dataclass(frozen=True, slots=True)

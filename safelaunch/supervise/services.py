@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,17 @@ if TYPE_CHECKING:
     from safelaunch.addons.protocols import Service
 
 
+Take = Callable[[ServiceAnswer[Any]], None]
+
+
 @dataclass
 class _ServiceRequest:
     service: Service[Any, Any]
     ask: Any
-    clients: list[Client]
+    takers: list[Take]
     working: Incident[Any]
+    gives_way: bool = False
+    """another request cancels it"""
 
 
 class Services:
@@ -46,13 +52,25 @@ class Services:
         except (msgspec.DecodeError, RecursionError) as error:
             client.answer(ServiceAnswer(problem=str(error)))
             return
-        if self._request is None:
-            working = Incident(service.name, lambda at: self._everywhere(service, ask, at))
-            self._request = _ServiceRequest(service, ask, [], working)
-        elif (self._request.service.name, self._request.ask) != (service.name, ask):
-            client.answer(ServiceAnswer(problem=f"another {self._request.service.noun} of this run is in progress"))
+        if self._request is not None and self._request.gives_way:
+            self._drop("another request came")
+        current = self._request or self._begin(service, ask)
+        if (current.service.name, current.ask) != (service.name, ask):
+            client.answer(ServiceAnswer(problem=f"another {current.service.noun} of this run is in progress"))
             return
-        self._request.clients.append(client)
+        current.takers.append(client.answer)
+
+    def ask_for_monitor(self, service: Service[Any, Any], ask: Any, take: Take) -> None:
+        """Begins a request that gives way to clients' requests and to dumps. ``take`` gets the answer, or a problem."""
+        if self._request is not None or self._job.council.rounds.has_pending_dump:
+            take(ServiceAnswer(problem="this run serves another request"))
+            return
+        self._begin(service, ask, gives_way=True).takers.append(take)
+
+    def _begin(self, service: Service[Any, Any], ask: Any, *, gives_way: bool = False) -> _ServiceRequest:
+        working = Incident(service.name, lambda at: self._everywhere(service, ask, at))
+        self._request = _ServiceRequest(service, ask, [], working, gives_way)
+        return self._request
 
     @property
     def busy(self) -> bool:
@@ -69,15 +87,20 @@ class Services:
             answer = ServiceAnswer(problem=gave_way) if part is None else ServiceAnswer(part, place)
         except Exception as error:  # noqa: BLE001 - the client gets the reason, and the job continues
             answer = ServiceAnswer(problem=self._job.context.redactor.text(f"{type(error).__name__}: {error}"))
-        for client in request.clients:
-            client.answer(answer)
+        for take in request.takers:
+            take(answer)
 
     def finish(self) -> None:
         self.yield_to_dump()
-        if self._request is not None:
-            for client in self._request.clients:
-                client.answer(ServiceAnswer(problem="the job is being stopped"))
-            self._request = None
+        self._drop("the job is being stopped")
+
+    def _drop(self, problem: str) -> None:
+        if self._request is None:
+            return
+        request, self._request = self._request, None
+        request.working.cancel()
+        for take in request.takers:
+            take(ServiceAnswer(problem=problem))
 
     def yield_to_dump(self) -> None:
         """Cancels all requests because the nodes must write a dump."""

@@ -1028,5 +1028,29 @@ class SlowNotStuck(Cause, name="slow-not-stuck"):
     )
 
 
+class LateRank(Cause, name="late-rank"):
+    """The job is making progress, and the other ranks wait for this rank at each step.
+
+    safelaunch says so while the job runs, and writes a bundle with the outcome `slow`. Nothing is ended. `safelaunch
+    record` gives the same verdict. See [Job is slow](slow.md).
+
+    ```text
+    Slower since step 4,310 (10:42): 0.48 s -> 0.61 s a step; the other ranks wait for rank 5 21% of the time; it spends
+    24% in data.py:88 (augment); the others spend 2%.
+    ```
+    """
+
+    evidence = (
+        "Two witnesses name the same rank: it arrives last at most collectives, before and after ten seconds of "
+        "samples, and in the samples it waits less than the others. Its counters show why, if one of them differs "
+        "clearly and explains most of the loss."
+    )
+    unlike = (
+        ("slow-not-stuck", "no rank was looked for that slows the job down"),
+        ("stuck-in-user-code", "the job makes no step"),
+    )
+    advice = _advice("Compare this rank's data and device with the others'.")
+
+
 FAILURES = tuple(name for name, cause in CAUSES.items() if cause.failure)
 BY_ITSELF = ("rank-stopped", *FAILURES)  # true of a whole process, whatever its peers do

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -104,6 +103,7 @@ def _report(
     # Imported late: the samples are complete by now.
     from safelaunch.addons.record.comparison import compare
     from safelaunch.addons.record.document import document
+    from safelaunch.addons.record.files import files_of
     from safelaunch.addons.record.rows import RecordingReport
     from safelaunch.addons.record.screen import screen
     from safelaunch.addons.record.slowness import verdict_of
@@ -114,7 +114,7 @@ def _report(
     if not slowness.times:
         why = "; ".join(slowness.missing) or "it has no ranks yet"
         raise SafelaunchError(f"record: no rank of {run.id} could be sampled: {clean(why)}.")
-    folder = _write(place, recording.name, recording.at_unix_s, _files(recorded))
+    folder = _write(place, recording.name, recording.at_unix_s, files_of(recorded))
     if as_json:
         show_json(msgspec.to_builtins(document(recorded, run.id, str(folder))))
         return 0
@@ -124,21 +124,6 @@ def _report(
     sys.stderr.flush()
     show(str(folder))
     return 0
-
-
-def _files(recorded: Any) -> dict[str, str]:
-    from safelaunch.addons.record.page import content, script
-    from safelaunch.addons.record.screen import markdown
-    from safelaunch.addons.record.speedscope import speedscope
-    from safelaunch.report import SPEEDSCOPE, template
-    from safelaunch.report.exports import as_json
-
-    return {
-        "record.html": template.render(content(recorded), script()),
-        "report.md": markdown(recorded),
-        SPEEDSCOPE: as_json(speedscope(recorded.recording)),
-        "recording.json": msgspec.json.encode(recorded.recording).decode(),
-    }
 
 
 def _write(directory: Path, run_name: str, at_unix_s: float, files: Mapping[str, str]) -> Path:

@@ -81,6 +81,7 @@ def _facts(recorded: RecordingReport) -> list[list[str]]:
         "margin of error": f"{percent(times[0].margin)} of the time, for one rank" if times else "",
         "hosts" if len(hosts) > 1 else "host": ", ".join(hosts[:8]) + (" …" if len(hosts) > 8 else ""),
         "compared": recorded.compared.text if recorded.compared is not None else "",
+        **recorded.facts,
     }
     return [[label, value] for label, value in facts.items() if value]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from safelaunch.addons.record.comparison import StepTimeChange
 from safelaunch.addons.record.recording import Recording
@@ -27,6 +27,8 @@ class RecordingReport:
     slowness: Slowness
     compared: StepTimeChange | None = None
     earlier: str = ""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """further facts for the page"""
 
 
 def places(times: Sequence[RankTime], *, waits: bool) -> list[tuple[CodeLocation, float, Frame | None, str]]:

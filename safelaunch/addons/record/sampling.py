@@ -30,7 +30,6 @@ from safelaunch.system.files import link_of
 
 FASTEST_HZ, SLOWEST_HZ = 20, 1
 SAMPLE_CPU_S = 0.0006
-SHARE = 0.01  # share of the node's CPUs
 MOST_CHILDREN = 4  # per rank: a loader's workers do the same work
 MOST_PROCESSES = 256  # per node
 PATIENCE_S = 5.0  # extra time for py-spy to read symbols on a busy node
@@ -61,9 +60,9 @@ PASSES = {
 }
 
 
-def rate_for(passes: int, cpus: int) -> int:
-    """Returns the sampling rate in Hz at which ``passes`` passes together use about ``SHARE`` of the CPUs."""
-    affordable = SHARE * cpus / (max(passes, 1) * SAMPLE_CPU_S)
+def rate_for(passes: int, cpus: int, share: float) -> int:
+    """Returns the sampling rate in Hz at which ``passes`` passes together use about ``share`` of the CPUs."""
+    affordable = share * cpus / (max(passes, 1) * SAMPLE_CPU_S)
     return round(min(FASTEST_HZ, max(SLOWEST_HZ, affordable)))
 
 
@@ -94,6 +93,7 @@ def sample(
     """
     jobs = [(number, name) for number, process in enumerate(processes) for name in process.passes]
     identities = [identify(process.pid) for process in processes]
+    stopped = [_is_stopped(process.pid) for process in processes]
     with tempfile.TemporaryDirectory(prefix="record-", dir=folder) as scratch:
         paths = {(number, name): Path(scratch) / f"{number}-{name}" for number, name in jobs}
         try:
@@ -112,6 +112,7 @@ def sample(
                 continue
             data = {name: _read(paths[at, name]) for name in process.passes}
             problem = _problem(process.pid, output_of[at, "all"], data["all"], duration_s)
+            problem = problem or (STOPPED if stopped[at] and _is_stopped(process.pid) else "")
             record = _process(process, data, numbers, max(1, round(duration_s)) * rate_hz, problem)
             active = output_of.get((at, "active"))
             records.append(replace(record, tells_active=active is not None and active.returncode == 0))
@@ -140,7 +141,11 @@ def _problem(pid: int, output: command.Output, data: bytes, duration_s: float) -
         return f"py-spy record: {ptrace.explain(output.stderr, ptrace.tracing_facts(pid)).message}"
     if identify(pid) is None:
         return "the process ended during the recording"
-    return STOPPED if proc.state_letter(pid) in ("T", "t") else ""
+    return ""
+
+
+def _is_stopped(pid: int) -> bool:
+    return proc.state_letter(pid) in ("T", "t")
 
 
 def _process(

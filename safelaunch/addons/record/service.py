@@ -37,10 +37,10 @@ class Recorder:
         wanted = set(ranks_in(ask.ranks))
         targets = [target for target in job.watch.targets() if not wanted or target.rank in wanted]
         table = process_table()
-        children = {target.rank: sampling.children_of(target.pid, table) for target in targets}
+        children = {target.rank: sampling.children_of(target.pid, table) if ask.children else [] for target in targets}
         processes = _choose(targets, children)
         passes = sum(len(process.passes) for process in processes)
-        rate_hz = sampling.rate_for(passes, len(os.sched_getaffinity(0)))
+        rate_hz = sampling.rate_for(passes, len(os.sched_getaffinity(0)), ask.share)
         numbers, at_unix_s = StackNumbering(), time.time()
         before, begin_s = _steps(job), time.monotonic()
         records = sampling.sample(

@@ -1,52 +1,59 @@
 """Watches the pace of a running job: says which rank slows it down, once, and when that is over. Ends nothing.
 
-A check takes samples for ten seconds or more. So it runs only when the steps have become slower, and a few times after
-the start, because a rank can be slow from the first step on.
+An examination takes samples for ten seconds or more. So it runs only when the steps have become slower, and a few times
+after the start, because a rank can be slow from the first step on. On several nodes, the leader examines all of them.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from safelaunch.addons.slow.arrivals import Straggler, find_straggler
 from safelaunch.addons.slow.step_times import Onset, StepTimes
-from safelaunch.capture.flight_recorder import arrivals_of
-from safelaunch.model import format_ranks
-from safelaunch.supervise.looks import ask_each
+from safelaunch.supervise.control.protocol import ServiceAnswer
+from safelaunch.supervise.hooks import variables
 from safelaunch.supervise.monitors import MonitoredJob
 from safelaunch.supervise.watch.progress import first_step_s
 from safelaunch.system.console import say
 from safelaunch.system.task import BackgroundTask
 
 if TYPE_CHECKING:  # loaded when a rank is examined: the supervisor stays small
-    from safelaunch.addons.record.recording import Sampling
     from safelaunch.addons.slow.late_rank import SlowRank
+    from safelaunch.addons.slow.service import Examination
+    from safelaunch.bundle.publication import Publication
+    from safelaunch.model import Verdict
 
 SOURCE = "slow"
-SHORTEST_S, LONGEST_S = 10.0, 40.0  # of the samples
-SAMPLES = 160  # of each rank, for a difference of 15 % to exceed its scatter
 CHECKS_S = (30.0, 120.0)  # after the first step
 CHECK_AGAIN_S = 600.0
 APART_S = 600.0  # between two messages
 RETRY_S, RETRIES = 60.0, 3  # while the steps stay slow
+REFUSED_S = 20.0  # until the next attempt, after another request came first
 RECENT_S = 60.0  # of the arrivals, without an onset
-MOST_PEERS = 3
-ARRIVALS_DEADLINE_S = 5.0
+WORTH_SAYING = 0.05  # share of a run's time that was lost, for a line at its end
 STOP_S = 2.0
+WRITE_S = 15.0  # at the end of the job, for the bundle
+
+
+@dataclass
+class _Check:
+    """Examinations of the ranks, because of ``onset`` or to see whether one is slow from the start."""
+
+    onset: Onset | None
+    since_unix_s: float
+    examinations: list[Examination]
+    judging: BackgroundTask[SlowRank | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Examination:
-    """Examination of the ranks, because of ``onset`` or to see whether one is slow from the start."""
+class _Spell:
+    """Time in which a rank is slow."""
 
+    slow: SlowRank
     onset: Onset | None
-    task: BackgroundTask[SlowRank | None]
-    stop: threading.Event
+    begin_s: float
 
 
 class SlowMonitor:
@@ -54,37 +61,86 @@ class SlowMonitor:
 
     def __init__(self, job: MonitoredJob) -> None:
         self._job, self._watch = job, job.view.watch
+        self._topic = job.topic(SOURCE)
         self._attempt = self._watch.attempt
+        self._writing: BackgroundTask[tuple[Verdict, Publication]] | None = None
+        self._said_s = -APART_S
+        self._lost_s: dict[int, float] = {}
+        self._words: dict[int, str] = {}
+        self._began_s = 0.0
         self._start()
 
     def _start(self) -> None:
-        self._times = StepTimes()
+        self._times, self._unit = StepTimes(), "step"
+        self._first_s = 0.0
         self._due = _times_of_checks()
         self._next_s = next(self._due)
-        self._check: _Examination | None = None
-        self._slow: SlowRank | None = None
-        self._since: Onset | None = None  # of the slow rank; None if it is slow from the start
-        self._said_s = -APART_S
+        self._check: _Check | None = None
+        self._slow: _Spell | None = None
         self._tries, self._retry_s = 0, 0.0
-        self._watch.note(SOURCE, ())
+        self._note("")
 
     def tick(self) -> None:
+        now = time.monotonic()
+        self._finish_writing()
         if self._watch.attempt != self._attempt:
             self._attempt = self._watch.attempt
-            self.finish(succeeded=False)
+            self._end_spell(now)
             self._start()
-        now, before = time.monotonic(), self._times.onset
-        self._read_steps()
-        if self._check is not None:
-            if self._check.task.done:
-                check, self._check = self._check, None
-                self._take(check, now)
+        before = self._times.onset
+        self._read_pace(now)
+        if self._topic.has_others and self._topic.is_led and not self._topic.leads:
+            published = self._topic.published.decode("utf-8", "replace")
+            self._watch.note(SOURCE, (published,) if published else ())
             return
-        if self._slow is not None and self._since is not None and self._times.onset is None:
-            self._say_end(self._slow)
-        is_known = self._slow is not None and self._since is not None
+        if self._check is not None:
+            if self._check.judging is not None and self._check.judging.done:
+                check, self._check = self._check, None
+                assert check.judging is not None
+                self._take(check, check.judging.result(), now)
+            return
+        if self._slow is not None and self._slow.onset is not None and self._times.onset is None:
+            self._say_end(self._slow.slow, now)
+        is_known = self._slow is not None and self._slow.onset is not None
         if (self._is_slower(before, now) or self._is_due(now)) and not is_known:
-            self._begin_check(self._times.onset, now)
+            onset = self._times.onset
+            begin_s = onset.at_s if onset is not None else now - RECENT_S
+            self._check = _Check(onset, time.time() - (now - begin_s), [])
+            self._ask(self._check)
+
+    def finish(self, *, succeeded: bool) -> None:
+        now = time.monotonic()
+        self._end_spell(now)
+        if self._writing is not None and self._writing.wait(WRITE_S):
+            self._finish_writing()
+        seconds = now - self._began_s if self._began_s else 0.0
+        for rank, lost_s in self._lost_s.items():
+            if seconds and lost_s >= WORTH_SAYING * seconds:
+                share = f"{100 * lost_s / seconds:.0f}%"
+                say(f"the other ranks waited {share} of the run's time for rank {rank}{self._words[rank]}")
+
+    # --- the pace -----------------------------------------------------------------------------------------------------
+
+    def _read_pace(self, now: float) -> None:
+        ranks = [progress for progress in self._watch.last_progress.values() if progress.step is not None]
+        if not ranks:
+            self._read_collectives(now)
+            return
+        self._unit, self._first_s = "step", first_step_s(self._watch.last_progress)
+        self._began_s = self._began_s or self._first_s
+        if any(progress.paused or progress.phase for progress in ranks):
+            self._times = self._times.interrupted()
+            return
+        first = min(ranks, key=lambda progress: progress.rank)
+        self._times = self._times.after(first.last_step_ns / 1e9, first.step or 0)
+
+    def _read_collectives(self, now: float) -> None:
+        newest = self._watch.newest_collective if self._watch.is_in_loop else None
+        if newest is None:
+            return
+        self._unit, self._first_s = "collective", self._first_s or now
+        self._began_s = self._began_s or now
+        self._times = self._times.after(*newest)
 
     def _is_slower(self, before: Onset | None, now: float) -> bool:
         """Returns whether a check is due because of an onset."""
@@ -97,82 +153,95 @@ class SlowMonitor:
         self._tries, self._retry_s = self._tries + 1, now + RETRY_S
         return True
 
-    def _begin_check(self, onset: Onset | None, now: float) -> None:
-        stop, begin_s = threading.Event(), onset.at_s if onset is not None else now - RECENT_S
-        since_ns = int((time.time() - (now - begin_s)) * 1e9)
-        self._check = _Examination(onset, BackgroundTask("slow ranks", lambda: self._examine(since_ns, stop)), stop)
-
-    def finish(self, *, succeeded: bool) -> None:
-        if self._check is not None:
-            self._check.stop.set()
-            self._check.task.wait(STOP_S)
-
-    def _read_steps(self) -> None:
-        ranks = [progress for progress in self._watch.last_progress.values() if progress.step is not None]
-        if not ranks:
-            return
-        if any(progress.paused or progress.phase for progress in ranks):
-            self._times = self._times.interrupted()
-            return
-        first = min(ranks, key=lambda progress: progress.rank)
-        self._times = self._times.after(first.last_step_ns / 1e9, first.step or 0)
-
     def _is_due(self, now: float) -> bool:
-        first_s = first_step_s(self._watch.last_progress)
-        if not first_s or now < first_s + self._next_s:
+        if not self._first_s or now < self._first_s + self._next_s:
             return False
         self._next_s = next(self._due)
         return True
 
-    def _examine(self, since_ns: int, stop: threading.Event) -> SlowRank | None:
-        """Asks both witnesses. Runs in a thread. The samples are taken only if the first look names a rank."""
-        first = self._straggler(since_ns)
-        if first is None:
-            return None
-        from safelaunch.addons.record.service import Recorder
-        from safelaunch.addons.slow.late_rank import slow_rank
+    # --- examinations -------------------------------------------------------------------------------------------------
 
-        here = [target.rank for target in self._watch.targets()]
-        peers = [rank for rank in here if rank != first.rank][:MOST_PEERS]
-        recording = Recorder().here(_sampling([first.rank, *peers]), self._job.view, stop)
-        return None if stop.is_set() else slow_rank(recording, (first, self._straggler(since_ns)))
+    def _ask(self, check: _Check) -> None:
+        from safelaunch.addons.slow.service import Examine, Examiner
 
-    def _straggler(self, since_ns: int) -> Straggler | None:
-        targets = [target for target in self._watch.targets() if target.socket is not None]
-        answers = ask_each(targets, lambda target: arrivals_of(str(target.socket)), deadline_s=ARRIVALS_DEADLINE_S)
-        return find_straggler(
-            {rank: {call: at for call, at in calls.items() if at >= since_ns} for rank, calls in answers.items()}
-        )
+        def take(answer: ServiceAnswer[Any]) -> None:
+            if self._check is not check:
+                return  # of an ended attempt
+            if answer.part is None:
+                self._check = None
+                self._retry_s = time.monotonic() + REFUSED_S
+                self._tries = max(0, self._tries - 1)
+                return
+            check.examinations.append(answer.part)
+            self._judge(check)
 
-    def _take(self, check: _Examination, now: float) -> None:
-        slow, was = check.task.result(), self._slow
+        self._job.actions.ask_nodes(Examiner(), Examine(check.since_unix_s), take)
+
+    def _judge(self, check: _Check) -> None:
+        from safelaunch.addons.slow.late_rank import named, slow_rank
+
+        examinations = check.examinations
+        has_arrivals = any(examinations[0].last_to_arrive.values())
+        if len(examinations) == 1 and not has_arrivals and named(examinations[0]) is not None:
+            self._ask(check)  # a second witness
+            return
+        check.judging = BackgroundTask("slow ranks", lambda: slow_rank(examinations, since_start=check.onset is None))
+
+    def _take(self, check: _Check, slow: SlowRank | None, now: float) -> None:
+        was = self._slow
         is_over = check.onset is not None and self._times.onset is None
-        self._slow, self._since = (None, None) if slow is None or is_over else (slow, check.onset)
-        self._watch.note(SOURCE, (self._slow.words,) if self._slow is not None else ())
-        is_known = slow is not None and was is not None and slow.rank == was.rank
-        if self._slow is None or is_known or now - self._said_s < APART_S:
+        self._end_spell(now)
+        if slow is None or is_over:
+            self._note("")
+            return
+        begin_s = check.onset.at_s if check.onset is not None else self._first_s if was is None else now
+        self._slow = _Spell(slow, check.onset, begin_s)
+        self._note(slow.words)
+        is_known = was is not None and slow.rank == was.slow.rank
+        if is_known or now - self._said_s < APART_S or self._writing is not None:
             return
         self._said_s = now
-        since = ""
-        if (onset := check.onset) is not None:
-            clock = time.strftime("%H:%M", time.localtime(time.time() - (now - onset.at_s)))
-            since = f"slower since step {onset.step:,} ({clock}): {_seconds(onset.before_s)} -> "
-            since += f"{_seconds(onset.now_s)} a step; "
-        say(f"{since}{self._slow.words}. The job continues.")
+        self._write(check, slow)
 
-    def _say_end(self, slow: SlowRank) -> None:
-        self._slow = self._since = None
-        self._watch.note(SOURCE, ())
-        say(f"back to {_seconds(self._times.usual_s)} a step: rank {slow.rank} no longer slows the job down")
+    def _write(self, check: _Check, slow: SlowRank) -> None:
+        from safelaunch.addons.slow.bundle import FoundSlow, write
 
+        onset = self._times.onset
+        now_s = onset.now_s if onset is not None else self._times.usual_s
+        found = FoundSlow(slow, check.onset, check.examinations[-1], now_s, self._unit, check.since_unix_s)
+        self._writing = BackgroundTask("bundle of a slow rank", lambda: write(found, self._job.view))
 
-def _sampling(ranks: Sequence[int]) -> Sampling:
-    from safelaunch.addons.record import sampling
-    from safelaunch.addons.record.recording import Sampling
+    def _finish_writing(self) -> None:
+        if self._writing is None or not self._writing.done:
+            return
+        task, self._writing = self._writing, None
+        verdict, published = task.result()
+        say(f"{verdict.summary} The job continues.")
+        say(f"bundle: {published.shown}")
+        context = self._job.view.context
+        ranks = ",".join(str(culprit.rank) for culprit in verdict.culprits)
+        context.suspects.start({**variables(verdict, published.path, context.run_name), "SAFELAUNCH_RANKS": ranks})
 
-    passes = len(ranks) * len(sampling.PASSES)
-    rate_hz = sampling.rate_for(passes, len(os.sched_getaffinity(0)))
-    return Sampling(min(LONGEST_S, max(SHORTEST_S, SAMPLES / rate_hz)), format_ranks(ranks))
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _say_end(self, slow: SlowRank, now: float) -> None:
+        self._end_spell(now)
+        self._note("")
+        usual = f"{self._times.usual_s:.3g} s a {self._unit}"
+        say(f"back to {usual}: rank {slow.rank} no longer slows the job down")
+
+    def _end_spell(self, now: float) -> None:
+        if self._slow is None:
+            return
+        spell, self._slow = self._slow, None
+        rank = spell.slow.rank
+        self._lost_s[rank] = self._lost_s.get(rank, 0.0) + spell.slow.lost * (now - spell.begin_s)
+        self._words[rank] = f"; {spell.slow.spends}{spell.slow.why}"
+
+    def _note(self, words: str) -> None:
+        self._watch.note(SOURCE, (words,) if words else ())
+        if self._topic.has_others and self._topic.leads:
+            self._topic.publish(words.encode())
 
 
 def _times_of_checks() -> Iterator[float]:
@@ -181,7 +250,3 @@ def _times_of_checks() -> Iterator[float]:
     while True:
         at_s += CHECK_AGAIN_S
         yield at_s
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s"

@@ -17,15 +17,24 @@ MOST_WINDOWS = 200
 GROWTH = 0.10
 SIGMAS = 4.0
 SIGMA_OF_MAD = 1.4826
+RARE = 2.0  # times the median, above which a step counts as a rare long one
 IS_OVER = 0.5  # share of the growth that has to disappear
 
 
 @dataclass(frozen=True, slots=True)
 class StepWindow:
-    first_step: int
-    begin_s: float
+    points: tuple[tuple[float, int], ...]
+    """end and number of its steps, from the last one before it"""
     step_s: float
     """median duration of a step"""
+
+    @property
+    def first_step(self) -> int:
+        return self.points[0][1]
+
+    @property
+    def begin_s(self) -> float:
+        return self.points[0][0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +69,7 @@ class StepTimes:
         (begin_s, first), (end_s, last) = points[0], points[-1]
         if end_s - begin_s < WINDOW_S or last - first < WINDOW_STEPS:
             return replace(self, points=points)
-        window = StepWindow(first, begin_s, _median_step_s(points))
+        window = StepWindow(points, median(_durations(points)))
         return replace(self, points=points[-1:])._closed(window)
 
     def interrupted(self) -> StepTimes:
@@ -73,12 +82,19 @@ class StepTimes:
         if self.onset is not None:
             return self._while_slow(window)
         if len(self.normal) < LEAST_WINDOWS or window.step_s <= self.limit_s:
-            return replace(self, normal=(*self.normal, *self.recent, window)[-MOST_WINDOWS:], recent=())
+            return self._with_normal(window)
         if not self.recent:
             return replace(self, recent=(window,))
         first = self.recent[0]
-        onset = Onset(first.first_step, first.begin_s, self.usual_s, min(first.step_s, window.step_s))
+        points = (*self.normal[-1].points[:-1], *first.points)  # the change can begin in a window that looks normal
+        at_s, step = points[_change(points)]
+        onset = Onset(step + 1, at_s, self.usual_s, min(first.step_s, window.step_s))
         return replace(self, onset=onset, recent=())
+
+    def _with_normal(self, window: StepWindow) -> StepTimes:
+        """Adds a window that isn't slow. Only the newest one keeps its points."""
+        older = tuple(replace(each, points=each.points[:1]) for each in (*self.normal[-1:], *self.recent))
+        return replace(self, normal=(*self.normal[:-1], *older, window)[-MOST_WINDOWS:], recent=(), onset=None)
 
     def _while_slow(self, window: StepWindow) -> StepTimes:
         assert self.onset is not None
@@ -87,7 +103,7 @@ class StepTimes:
             return replace(self, recent=())
         if not self.recent:
             return replace(self, recent=(window,))
-        return replace(self, onset=None, normal=(*self.normal, *self.recent, window)[-MOST_WINDOWS:], recent=())
+        return self._with_normal(window)
 
     @property
     def usual_s(self) -> float:
@@ -102,11 +118,26 @@ class StepTimes:
         return usual_s + max(GROWTH * usual_s, SIGMAS * sigma_s)
 
 
-def _median_step_s(points: Sequence[tuple[float, int]]) -> float:
+def _durations(points: Sequence[tuple[float, int]]) -> list[float]:
+    """Returns the duration of each step; several steps between two points share their time."""
     durations: list[float] = []
     for (before_s, before), (end_s, step) in pairwise(points):
         durations += [(end_s - before_s) / (step - before)] * (step - before)
-    return median(durations)
+    return durations
+
+
+def _change(points: Sequence[tuple[float, int]]) -> int:
+    """Returns the index of the point behind which steps take longer: the cut that leaves the least deviation."""
+    durations = [(end_s - before_s) / (step - before) for (before_s, before), (end_s, step) in pairwise(points)]
+    most_s = RARE * median(durations)
+    durations = [min(duration, most_s) for duration in durations]  # a checkpoint isn't the change
+
+    def deviation(part: Sequence[float]) -> float:
+        middle = median(part)
+        return sum(abs(duration - middle) for duration in part)
+
+    cuts = range(1, len(durations))
+    return min(cuts, key=lambda cut: deviation(durations[:cut]) + deviation(durations[cut:]), default=0)
 
 
 def median(values: Sequence[float]) -> float:

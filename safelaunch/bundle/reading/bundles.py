@@ -34,6 +34,7 @@ from safelaunch.model import (
     RankEvidence,
     RankFile,
     Rendezvous,
+    Verdict,
     WrongResult,
 )
 from safelaunch.model.evidence import software
@@ -131,6 +132,11 @@ def is_bundle(path: Path) -> bool:
     return is_file(path / "manifest.json") and is_dir(path / "ranks")
 
 
+def is_slow_bundle(path: Path) -> bool:
+    """Returns whether this is the bundle of a slow rank. It has a recording instead of ranks."""
+    return is_file(path / "manifest.json") and is_file(path / "readings.json") and not exists(path / "ranks")
+
+
 def complete_bundle(roots: Sequence[Path]) -> Path | None:
     """Returns the bundle that has every rank, if all other bundles are parts of it; else None."""
     verdicts = [BundleFolder(root).json("verdict.json", EarlierVerdict) for root in roots]
@@ -142,8 +148,10 @@ def complete_bundle(roots: Sequence[Path]) -> Path | None:
 
 def read_bundle(root: Path) -> EvidenceSource:
     """Returns a bundle's evidence. Never raises because of the bundle's contents."""
-    within(root, root / "ranks")
     bundle = BundleFolder(root)
+    if is_slow_bundle(root):
+        return _slow_bundle(bundle)
+    within(root, root / "ranks")
     manifest = bundle.json("manifest.json", Manifest) or Manifest()
     verdict = bundle.json("verdict.json", EarlierVerdict) or EarlierVerdict()
     numbers = bundle.numbers()
@@ -182,6 +190,13 @@ def read_bundle(root: Path) -> EvidenceSource:
     )
     source = bundle.json(SOURCE_FILE, dict[str, str])
     return EvidenceSource("a bundle", evidence, tuple(bundle.problems), taken=manifest.taken, source=source)
+
+
+def _slow_bundle(bundle: BundleFolder) -> EvidenceSource:
+    stored = bundle.json("verdict.json", Verdict)
+    if stored is None:
+        raise Unreadable(f"the verdict of this slow rank is missing or damaged: {'; '.join(bundle.problems)}")
+    return EvidenceSource("a bundle of a slow rank", evidence_on("slow", (), 0), stored=stored)
 
 
 def _versions(bundle: BundleFolder, host: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safelaunch.model import Evidence, Outcome, RankEvidence
+from safelaunch.model import Evidence, Outcome, RankEvidence, Verdict
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,9 @@ class EvidenceSource:
 
     is_quiet: bool = True
     """no error is reported"""
+
+    stored: Verdict | None = None
+    """verdict that isn't derived again, because its evidence isn't a job's"""
 
     launch: tuple[str, ...] = ()
     """command that runs the job under safelaunch, derived from a log"""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from safelaunch import addons
 from safelaunch.bundle.reading.archive import CHUNK_BYTES, MAX_DEPTH, MAX_UNPACKED_FILES, unpack
-from safelaunch.bundle.reading.bundles import complete_bundle, is_bundle, read_bundle
+from safelaunch.bundle.reading.bundles import complete_bundle, is_bundle, is_slow_bundle, read_bundle
 from safelaunch.bundle.reading.dumps import read_dumps
 from safelaunch.bundle.reading.evidence import EvidenceSource
 from safelaunch.bundle.reading.files import MAX_FILE_BYTES, STDIN, Unreadable, cannot_be_read, within
@@ -126,7 +126,7 @@ def read_files(paths: Sequence[Path]) -> EvidenceSource:
 
 
 def _read_folder(folder: Path, scratch: Path) -> EvidenceSource:
-    if is_bundle(folder):
+    if is_bundle(folder) or is_slow_bundle(folder):
         return replace(read_bundle(folder), bundles=(folder,))
     if is_run_directory(folder):
         return read_run(folder, scratch)

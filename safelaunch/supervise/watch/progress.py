@@ -195,6 +195,12 @@ class Watch:
         is_given = self._given_start or (not self.learns and self.is_in_loop)
         self.policy = replace(self.policy, startup_s=self.threshold_without_steps().seconds, startup_given=is_given)
 
+    @property
+    def newest_collective(self) -> tuple[float, int] | None:
+        """Returns the time at which the first rank's newest collective was seen, and its number; None if unknown."""
+        first = min(self._pulse.seen_s, default=None)
+        return (self._pulse.seen_s[first], self._pulse.newest[first]) if first is not None else None
+
     def last_collective_s(self, rank: int) -> float | None:
         """Returns when a new collective of a rank was last seen; None if ranks mark steps."""
         return self._pulse.seen_s.get(rank) if self.has_pulse_only else None

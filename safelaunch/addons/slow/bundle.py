@@ -1,0 +1,177 @@
+"""Writes the bundle of a slow rank: verdict, recording, readings and report page."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass
+
+from safelaunch import __version__
+from safelaunch.addons.record.files import files_of
+from safelaunch.addons.record.rows import RecordingReport
+from safelaunch.addons.record.slowness import verdict_of
+from safelaunch.addons.slow.late_rank import SlowRank
+from safelaunch.addons.slow.service import Examination
+from safelaunch.addons.slow.step_times import Onset
+from safelaunch.bundle.publication import PUBLISH_DEADLINE_S, Publication, name_of, publish
+from safelaunch.bundle.staging import OURS, Staging
+from safelaunch.model import Artifact, Claim, Culprit, JobShape, Manifest, Moment, Slowdown, Verdict, format_ranks
+from safelaunch.supervise.respond import JobView
+
+CAUSE = "late-rank"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSlow:
+    """A slow rank, with the evidence. ``onset`` is None if it is slow from the start."""
+
+    slow: SlowRank
+    onset: Onset | None
+    examination: Examination
+    now_s: float
+    """median duration of a step"""
+    unit: str
+    """what is counted: ``step`` or ``collective``"""
+    onset_unix_s: float = 0.0
+
+
+def verdict(found: FoundSlow, job: JobView) -> Verdict:
+    slow, onset, recording = found.slow, found.onset, found.examination.recording
+    target = next((target for target in job.watch.targets() if target.rank == slow.rank), None)
+    record = next((rank for rank in recording.ranks if rank.rank == slow.rank), None)
+    progress = job.watch.last_progress.get(slow.rank)
+    culprit = Culprit(
+        rank=slow.rank,
+        host=record.host if record is not None else "",
+        pid=target.pid if target is not None else -1,
+        process="main",
+        frame=slow.frame,
+        step=progress.step if progress is not None else None,
+        reason=f"Rank {slow.rank} {slow.spends}{slow.why}".replace("its extra", "spends its extra", 1)
+        if slow.frame is None
+        else f"Rank {slow.rank} {slow.spends.removeprefix('it ')}{slow.why}",
+    )
+    claims = [Claim(f"{slow.waits[0].upper()}{slow.waits[1:]}", "recording.json")]
+    if slow.reason is not None:
+        claims.append(Claim(f"rank {slow.rank}: {slow.reason.words}", "readings.json"))
+    launch = job.context.launch
+    versions = {name: str(launch[name]) for name in ("torch", "safelaunch") if launch.get(name)}
+    others = [rank.rank for rank in recording.ranks if rank.rank != slow.rank and not rank.missing]
+    return Verdict(
+        schema=1,
+        outcome="slow",
+        cause=CAUSE,
+        confidence="high" if slow.reason is not None else "medium",
+        summary=f"{headline(found)}.",
+        culprits=(culprit,),
+        victims=format_ranks(others),
+        evidence=tuple(claims),
+        ruled_out=(),
+        missing=tuple(rank.missing for rank in recording.ranks if rank.missing),
+        suggestions=advice(slow),
+        doubts=() if slow.reason is not None else ("No counter explains most of the loss.",),
+        run=job.context.run_name,
+        host=job.context.host,
+        time=_utc(time.time()),
+        world_size=job.watch.world_size,
+        versions={"safelaunch": __version__, **versions},
+        command=job_command(job),
+        slow=Slowdown(
+            step=onset.step if onset is not None else None,
+            since=_utc(found.onset_unix_s) if onset is not None else "",
+            before_s=round(onset.before_s, 4) if onset is not None else 0.0,
+            now_s=round(found.now_s, 4),
+            lost=round(slow.lost, 4),
+            spent=round(slow.spent, 4),
+            spent_by_others=round(slow.spent_by_others, 4),
+            reason=slow.reason.kind if slow.reason is not None else "",
+            explains=round(slow.reason.share, 4) if slow.reason is not None else 0.0,
+        ),
+    )
+
+
+def headline(found: FoundSlow) -> str:
+    onset, unit = found.onset, found.unit
+    words = found.slow.words
+    if onset is None:
+        return f"{words[0].upper()}{words[1:]}"
+    clock = time.strftime("%H:%M", time.localtime(found.onset_unix_s))
+    times = f"{seconds(onset.before_s)} -> {seconds(found.now_s)} a {unit}"
+    return f"Slower since {unit} {onset.step:,} ({clock}): {times}; {words}"
+
+
+def seconds(value: float) -> str:
+    return f"{value:.3g} s"
+
+
+def advice(slow: SlowRank) -> tuple[str, ...]:
+    if slow.reason is not None and slow.reason.kind in _ADVICE:
+        return (_ADVICE[slow.reason.kind],)
+    return ("Compare this rank's data and device with the others'.",)
+
+
+_ADVICE = {
+    "cpu-queue": "Give each rank its own CPU cores, and move other processes off them.",
+    "cpu-quota": "Raise the CPU limit of the rank's cgroup or container.",
+    "cpu-steal": "Move the job to a node that doesn't share its CPUs.",
+    "stopped": "Find what sends this rank SIGSTOP: a debugger, a job scheduler, a freezer.",
+    "disk": "Read the data from a faster disk, or prefetch it in DataLoader workers.",
+    "memory": "Give the node more memory, or read less of the file again and again.",
+    "garbage-collection": "Call gc.freeze() after the setup, or gc.disable() and gc.collect() every N steps.",
+    "gil": "Move that thread's work to a separate process, or to code that releases the GIL.",
+    "gpu-clock": "Check the GPU's temperature, power limit and clocks (nvidia-smi -q -d PERFORMANCE,CLOCK).",
+}
+
+
+def job_command(job: JobView) -> tuple[str, ...]:
+    typed = job.context.launch.get("typed")
+    return ("safelaunch", *(str(word) for word in typed)) if isinstance(typed, list) and typed else ()
+
+
+def write(found: FoundSlow, job: JobView) -> tuple[Verdict, Publication]:
+    """Writes the bundle, and publishes it like that of a hang. Never raises."""
+    context, recording = job.context, found.examination.recording
+    judged = context.cleaned(verdict(found, job))
+    begin = found.onset_unix_s or recording.at_unix_s
+    root = context.unfinished.name(context.run_dir, context.run_dir, "slow")
+    staging = Staging(root, context.redactor)
+    context.unfinished.hold(root)
+    facts = {"reason": found.slow.reason.words if found.slow.reason is not None else ""}
+    if found.onset is not None:
+        facts[f"slower since {found.unit}"] = f"{found.onset.step:,}, {_utc(begin)}"
+        facts[f"{found.unit}, before and now"] = f"{seconds(found.onset.before_s)}, {seconds(found.now_s)}"
+    report = RecordingReport(recording, verdict_of(recording), facts=facts)
+    for path, text in files_of(report).items():
+        staging.add_report(Artifact(path, OURS, 0.0), text)
+    staging.add_json(Artifact("readings.json", OURS, 0.0), found.examination.readings)
+    staging.add_json(Artifact("verdict.json", OURS, 0.0), judged)
+    staging.add_json(Artifact("launch.json", OURS, 0.0), context.launch)
+    listed = staging.close()
+    written_unix_s = round(time.time(), 3)
+    staging.finish(
+        Manifest(
+            host=socket.gethostname(),
+            written_unix_s=written_unix_s,
+            user=context.owner.uid if context.owner is not None else -1,
+            job=JobShape(outcome="slow", world_size=job.watch.world_size),
+            timeline=(Moment("slow", begin), Moment("written", written_unix_s)),
+            artifacts=listed,
+            missing=tuple(artifact.path for artifact in listed if artifact.missing),
+        )
+    )
+    name = name_of(context.run_name, time.time(), "slow")
+    published = publish(
+        root,
+        context.bundle_dir,
+        name,
+        context.fallback_dir,
+        context.keeping,
+        owner=context.owner,
+        deadline_s=PUBLISH_DEADLINE_S,
+    )
+    context.unfinished.let_go(root)
+    return judged, published
+
+
+def _utc(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(unix_s))

@@ -1,0 +1,234 @@
+"""Measures what keeps ranks from running: other threads, CPU limits, disks, signals, the garbage collector."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from safelaunch.beacon import garbage
+from safelaunch.capture import cgroups
+from safelaunch.capture.gpu import gpus
+from safelaunch.capture.look import Target
+from safelaunch.capture.worker_server import Unanswered, post_to_python
+from safelaunch.job.process import descendants, process_table
+from safelaunch.leases.inventory import has_driver
+from safelaunch.model import Gpu
+from safelaunch.supervise.looks import ask_each
+from safelaunch.system import procstat
+from safelaunch.system.decoding import from_json
+from safelaunch.system.files import text_of
+
+STATES_EVERY_S = 0.05
+GARBAGE_DEADLINE_S = 2.0
+TICKS_S = os.sysconf("SC_CLK_TCK")
+RIVAL_SHARE = 0.1  # of a CPU
+
+
+class RankReadings(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What kept a rank's main thread from running. Shares are of the measured time (0 to 1)."""
+
+    rank: int
+    host: str = ""
+    shares: dict[str, float] = {}
+    """reason → share; lacks what couldn't be measured"""
+    before: dict[str, float] = {}
+    """reason → share of the time since the process started"""
+    rival: str = ""
+    """the other process that used most of the rank's CPUs, in words"""
+    major_faults: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    gpu: Gpu | None = None
+    """its GPU at the end"""
+    gpu_errors: dict[str, int] = {}
+    """the GPU's error counters that grew, and by how much"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """Totals since the start of a process, in seconds unless named otherwise."""
+
+    at_s: float
+    start_s: float
+    queued_s: float | None
+    throttled_s: float
+    stolen_s: float  # mean over the node's CPUs
+    major_faults: int
+    read_bytes: int
+    written_bytes: int
+
+
+class _Collected(msgspec.Struct, frozen=True):
+    collecting_s: float | None = None
+
+
+def measure(targets: Sequence[Target], host: str, stop: threading.Event) -> list[RankReadings]:
+    """Measures these ranks until ``stop`` is set."""
+    before = {target.rank: totals for target in targets if (totals := _totals(target.pid)) is not None}
+    running, drivers = _cpu_times(), _gpus()
+    _garbage_collection(targets)
+    states = _states(targets, stop)
+    collecting = _garbage_collection(targets)
+    after = {target.rank: totals for target in targets if (totals := _totals(target.pid)) is not None}
+    now, gpus_now = _cpu_times(), _gpus()
+    readings = []
+    for target in targets:
+        rank = target.rank
+        if rank not in before or rank not in after or after[rank].start_s != before[rank].start_s:
+            continue
+        first, last = before[rank], after[rank]
+        seconds = max(last.at_s - first.at_s, 1e-6)
+        shares = _shares(first, last, states[rank])
+        if rank in collecting:
+            shares["garbage-collection"] = min(1.0, collecting[rank] / seconds)
+        own = {target.pid, *(process.pid for process in descendants([target.pid]))}
+        gpu, was = _gpu_of(own, gpus_now), _gpu_of(own, drivers)
+        readings.append(
+            RankReadings(
+                rank=rank,
+                host=host,
+                shares={name: round(share, 4) for name, share in shares.items()},
+                before={name: round(share, 4) for name, share in _lifetime(first).items()},
+                rival=_rival(target.pid, own, running, now, seconds, {other.pid: other.rank for other in targets}),
+                major_faults=last.major_faults - first.major_faults,
+                read_bytes=last.read_bytes - first.read_bytes,
+                written_bytes=last.written_bytes - first.written_bytes,
+                gpu=gpu,
+                gpu_errors=_grown(was, gpu),
+            )
+        )
+    return readings
+
+
+def _totals(pid: int) -> _Totals | None:
+    stat = procstat.read(pid)
+    if stat is None:
+        return None
+    queued = text_of(f"/proc/{pid}/task/{pid}/schedstat").split()
+    io = dict(line.split(": ") for line in text_of(f"/proc/{pid}/io").splitlines() if ": " in line)
+    cpu = text_of("/proc/stat").partition("\n")[0].split()
+    return _Totals(
+        at_s=time.clock_gettime(time.CLOCK_BOOTTIME),
+        start_s=stat.start_ticks / TICKS_S,
+        queued_s=int(queued[1]) / 1e9 if len(queued) == 3 else None,
+        throttled_s=cgroups.throttled_ms(pid) / 1000,
+        stolen_s=int(cpu[8]) / TICKS_S / (os.cpu_count() or 1) if len(cpu) > 8 else 0.0,
+        major_faults=stat.major_faults,
+        read_bytes=int(io.get("read_bytes", 0)),
+        written_bytes=int(io.get("write_bytes", 0)),
+    )
+
+
+def _states(targets: Sequence[Target], stop: threading.Event) -> dict[int, Counter[str]]:
+    """Returns how often each main thread was seen in each state."""
+    states: dict[int, Counter[str]] = {target.rank: Counter() for target in targets}
+    while not stop.wait(STATES_EVERY_S):
+        for target in targets:
+            stat = procstat.read(target.pid, target.pid)
+            if stat is not None:
+                states[target.rank][stat.state] += 1
+    return states
+
+
+def _shares(first: _Totals, last: _Totals, states: Counter[str]) -> dict[str, float]:
+    seconds, seen = max(last.at_s - first.at_s, 1e-6), states.total()
+    throttled = min(1.0, (last.throttled_s - first.throttled_s) / seconds)
+    shares = {"cpu-quota": throttled, "cpu-steal": (last.stolen_s - first.stolen_s) / seconds}
+    if first.queued_s is not None and last.queued_s is not None:  # includes throttled time
+        shares["cpu-queue"] = max(0.0, min(1.0, (last.queued_s - first.queued_s) / seconds) - throttled)
+    if seen:
+        shares["stopped"] = (states["T"] + states["t"]) / seen
+        blocked, faults = states["D"] / seen, last.major_faults - first.major_faults
+        is_by_faults = faults >= max(states["D"], 1)
+        shares["memory" if is_by_faults else "disk"] = blocked
+        shares["disk" if is_by_faults else "memory"] = 0.0
+    return shares
+
+
+def _lifetime(totals: _Totals) -> dict[str, float]:
+    seconds = max(totals.at_s - totals.start_s, 1e-6)
+    shares = {"cpu-quota": totals.throttled_s / seconds}
+    if totals.queued_s is not None:
+        shares["cpu-queue"] = max(0.0, totals.queued_s - totals.throttled_s) / seconds
+    return shares
+
+
+def _garbage_collection(targets: Sequence[Target]) -> dict[int, float]:
+    """Begins to measure the garbage collectors, or ends it and returns their seconds by rank."""
+
+    def ask(target: Target) -> float | None:
+        try:
+            answer = post_to_python(
+                str(target.socket), garbage.HANDLER, target.questions, deadline_s=GARBAGE_DEADLINE_S
+            )
+            return from_json(answer, _Collected).collecting_s
+        except (Unanswered, msgspec.DecodeError):
+            return None
+
+    return ask_each(targets, ask, deadline_s=2 * GARBAGE_DEADLINE_S)
+
+
+# --- other processes --------------------------------------------------------------------------------------------------
+
+
+def _cpu_times() -> dict[tuple[int, int], int]:
+    """Returns (pid, start) → CPU time in ms of all processes of the node."""
+    table = process_table()
+    return {(pid, ticks): stat.cpu_ms for pid, (_, ticks) in table.items() if (stat := procstat.read(pid)) is not None}
+
+
+def _rival(
+    pid: int,
+    own: Collection[int],
+    before: Mapping[tuple[int, int], int],
+    after: Mapping[tuple[int, int], int],
+    seconds: float,
+    ranks: Mapping[int, int],
+) -> str:
+    used = {key[0]: (ms - before.get(key, 0)) / 1000 / seconds for key, ms in after.items() if key[0] not in own}
+    cpus = _cpus(pid)
+    for rival in sorted(used, key=lambda rival: -used[rival])[:8]:
+        if used[rival] < RIVAL_SHARE:
+            break
+        if cpus & _cpus(rival):
+            stat = procstat.read(rival)
+            process = f"{stat.name} (pid {rival})" if stat is not None else f"pid {rival}"
+            name = f"rank {ranks[rival]}" if rival in ranks else process
+            return f"{name} used {used[rival]:.1f} CPUs"
+    return ""
+
+
+def _cpus(pid: int) -> set[int]:
+    try:
+        return os.sched_getaffinity(pid)
+    except OSError:
+        return set()
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def _gpus() -> Sequence[Gpu]:
+    driver = gpus().value if has_driver(os.environ) else None
+    return driver.gpus if driver is not None else ()
+
+
+def _gpu_of(pids: Collection[int], gpus: Sequence[Gpu]) -> Gpu | None:
+    used = [gpu for gpu in gpus if any(process.pid in pids for process in gpu.processes or ())]
+    return used[0] if len(used) == 1 else None
+
+
+def _grown(before: Gpu | None, after: Gpu | None) -> dict[str, int]:
+    if before is None or after is None or before.uuid != after.uuid:
+        return {}
+    counters = [name for name in Gpu.__struct_fields__ if name.endswith(("_errors", "_replays"))]
+    pairs = {name: (getattr(before, name), getattr(after, name)) for name in counters}
+    return {
+        name: int(now - was) for name, (was, now) in pairs.items() if was is not None and now is not None and now > was
+    }

@@ -1,0 +1,111 @@
+"""Examines the ranks of a job: samples of their stacks, and what kept them from running meanwhile.
+
+Every node examines its own ranks; see ``addons.protocols.Service``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from safelaunch.addons.record import sampling
+from safelaunch.addons.record.recording import Recording, Sampling
+from safelaunch.addons.record.service import Recorder
+from safelaunch.addons.slow.arrivals import find_straggler
+from safelaunch.addons.slow.readings import RankReadings, measure
+from safelaunch.capture.flight_recorder import arrivals_of
+from safelaunch.model import format_ranks
+from safelaunch.supervise.looks import ask_each
+from safelaunch.supervise.respond import JobView
+from safelaunch.system.task import BackgroundTask
+
+SHORTEST_S, LONGEST_S = 10.0, 20.0  # of the samples
+SAMPLES = 160  # of each rank, for a difference of 15 % to exceed its scatter
+SHARE = 0.03  # share of the node's CPUs, for at most LONGEST_S
+MOST_PEERS = 3
+MOST_RANKS = 8  # of a node, if nothing shows which rank is late
+ARRIVALS_DEADLINE_S = 5.0
+
+
+class Examine(msgspec.Struct, frozen=True):
+    since_unix_s: float
+    """start of the arrivals to compare"""
+
+
+class Examination(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Recording of the ranks, and their readings over the same time. Without samples if no rank arrives late."""
+
+    recording: Recording = msgspec.field(default_factory=Recording)
+    readings: list[RankReadings] = []
+    last_to_arrive: dict[str, list[Annotated[int, Meta(ge=-1)]]] = {}
+    """host with several ranks → its rank that arrives last at most collectives, before and after; -1: none"""
+
+
+class Examiner:
+    """Implements ``addons.protocols.Service``."""
+
+    name = "slow"
+    noun = "examination"
+    ask = Examine
+    part = Examination
+
+    def here(self, ask: Examine, job: JobView, stop: threading.Event) -> Examination:
+        """Examines the rank that arrives last and some others; on several nodes, ranks of each node."""
+        last = last_to_arrive(job, ask.since_unix_s)
+        if job.is_whole and last == -1:
+            return Examination(last_to_arrive={job.context.host: [last]})
+        targets = job.watch.targets()
+        if job.is_whole and last is not None:
+            others = [target for target in targets if target.rank != last][:MOST_PEERS]
+            targets = (*(target for target in targets if target.rank == last), *others)
+        targets = targets[:MOST_RANKS]
+        done = threading.Event()
+        readings = BackgroundTask("readings", lambda: measure(targets, job.context.host, done))
+        try:
+            recording = Recorder().here(_sampling([target.rank for target in targets]), job, stop)
+        finally:
+            done.set()
+        looks = [rank for rank in (last, last_to_arrive(job, ask.since_unix_s)) if rank is not None]
+        arrivals = {job.context.host: looks} if looks else {}
+        return Examination(recording, job.context.cleaned(readings.joined()), arrivals)
+
+    def check(self, part: Examination) -> None:
+        Recorder().check(part.recording)
+
+    def merged(self, ask: Examine, parts: Sequence[Examination], notes: Sequence[str]) -> Examination:
+        sampled = [part for part in parts if part.recording.ranks] or list(parts)[:1]
+        recording = Recorder().merged(Sampling(1.0), [part.recording for part in sampled], notes)
+        return Examination(
+            recording,
+            [readings for part in parts for readings in part.readings],
+            {host: ranks for part in parts for host, ranks in part.last_to_arrive.items()},
+        )
+
+    def bounded(self, part: Examination, fits: Callable[[Examination], bool]) -> Examination:
+        def fits_with(recording: Recording) -> bool:
+            return fits(msgspec.structs.replace(part, recording=recording))
+
+        return msgspec.structs.replace(part, recording=Recorder().bounded(part.recording, fits_with))
+
+
+def last_to_arrive(job: JobView, since_unix_s: float) -> int | None:
+    """Returns the rank of this node that arrives last at most collectives; -1 if there is none, None if unknown."""
+    targets = [target for target in job.watch.targets() if target.socket is not None]
+    if len(targets) < 2:
+        return None
+    answers = ask_each(targets, lambda target: arrivals_of(str(target.socket)), deadline_s=ARRIVALS_DEADLINE_S)
+    since_ns = int(since_unix_s * 1e9)
+    recent = {rank: {call: at for call, at in calls.items() if at >= since_ns} for rank, calls in answers.items()}
+    straggler = find_straggler(recent)
+    return straggler.rank if straggler is not None else -1
+
+
+def _sampling(ranks: Sequence[int]) -> Sampling:
+    cpus = len(os.sched_getaffinity(0))
+    rate_hz = sampling.rate_for(len(ranks) * len(sampling.PASSES), cpus, SHARE)
+    return Sampling(min(LONGEST_S, max(SHORTEST_S, SAMPLES / rate_hz)), format_ranks(ranks), SHARE, children=False)
