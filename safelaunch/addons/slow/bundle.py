@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import socket
+import os
 import time
 from dataclasses import dataclass
 
-from safelaunch import __version__
 from safelaunch.addons.record.files import files_of
 from safelaunch.addons.record.rows import RecordingReport
 from safelaunch.addons.record.slowness import verdict_of
@@ -31,40 +30,25 @@ class FoundSlow:
     now_s: float
     """median duration of a step"""
     unit: str
-    """what is counted: ``step`` or ``collective``"""
+    """``step``, or ``collective`` in a job without steps"""
     onset_unix_s: float = 0.0
 
 
 def verdict(found: FoundSlow, job: JobView) -> Verdict:
-    slow, onset, recording = found.slow, found.onset, found.examination.recording
-    target = next((target for target in job.watch.targets() if target.rank == slow.rank), None)
-    record = next((rank for rank in recording.ranks if rank.rank == slow.rank), None)
-    progress = job.watch.last_progress.get(slow.rank)
-    culprit = Culprit(
-        rank=slow.rank,
-        host=record.host if record is not None else "",
-        pid=target.pid if target is not None else -1,
-        process="main",
-        frame=slow.frame,
-        step=progress.step if progress is not None else None,
-        reason=f"Rank {slow.rank} {slow.spends}{slow.why}".replace("its extra", "spends its extra", 1)
-        if slow.frame is None
-        else f"Rank {slow.rank} {slow.spends.removeprefix('it ')}{slow.why}",
-    )
+    slow, recording = found.slow, found.examination.recording
     claims = [Claim(f"{slow.waits[0].upper()}{slow.waits[1:]}", "recording.json")]
     if slow.reason is not None:
         claims.append(Claim(f"rank {slow.rank}: {slow.reason.words}", "readings.json"))
     launch = job.context.launch
-    versions = {name: str(launch[name]) for name in ("torch", "safelaunch") if launch.get(name)}
-    others = [rank.rank for rank in recording.ranks if rank.rank != slow.rank and not rank.missing]
+    typed = launch.get("typed")
     return Verdict(
         schema=1,
         outcome="slow",
         cause=CAUSE,
         confidence="high" if slow.reason is not None else "medium",
         summary=f"{headline(found)}.",
-        culprits=(culprit,),
-        victims=format_ranks(others),
+        culprits=(_culprit(found, job),),
+        victims=format_ranks([rank.rank for rank in recording.ranks if rank.rank != slow.rank and not rank.missing]),
         evidence=tuple(claims),
         ruled_out=(),
         missing=tuple(rank.missing for rank in recording.ranks if rank.missing),
@@ -74,19 +58,40 @@ def verdict(found: FoundSlow, job: JobView) -> Verdict:
         host=job.context.host,
         time=_utc(time.time()),
         world_size=job.watch.world_size,
-        versions={"safelaunch": __version__, **versions},
-        command=job_command(job),
-        slow=Slowdown(
-            step=onset.step if onset is not None else None,
-            since=_utc(found.onset_unix_s) if onset is not None else "",
-            before_s=round(onset.before_s, 4) if onset is not None else 0.0,
-            now_s=round(found.now_s, 4),
-            lost=round(slow.lost, 4),
-            spent=round(slow.spent, 4),
-            spent_by_others=round(slow.spent_by_others, 4),
-            reason=slow.reason.kind if slow.reason is not None else "",
-            explains=round(slow.reason.share, 4) if slow.reason is not None else 0.0,
-        ),
+        versions={name: str(launch[name]) for name in ("torch", "safelaunch") if launch.get(name)},
+        command=("safelaunch", *map(str, typed)) if isinstance(typed, list) and typed else (),
+        slow=_slowdown(found),
+    )
+
+
+def _culprit(found: FoundSlow, job: JobView) -> Culprit:
+    slow, recording = found.slow, found.examination.recording
+    record = next((rank for rank in recording.ranks if rank.rank == slow.rank), None)
+    progress = job.watch.last_progress.get(slow.rank)
+    spends = slow.spends.replace("its", "spends its", 1) if slow.frame is None else slow.spends.removeprefix("it ")
+    return Culprit(
+        rank=slow.rank,
+        host=record.host if record is not None else "",
+        pid=record.main.pid if record is not None and record.main is not None else -1,
+        process="main",
+        frame=slow.frame,
+        step=progress.step if progress is not None else None,
+        reason=f"Rank {slow.rank} {spends}{slow.why}",
+    )
+
+
+def _slowdown(found: FoundSlow) -> Slowdown:
+    slow, onset = found.slow, found.onset
+    return Slowdown(
+        step=onset.step if onset is not None else None,
+        since=_utc(found.onset_unix_s) if onset is not None else "",
+        before_s=round(onset.before_s, 4) if onset is not None else 0.0,
+        now_s=round(found.now_s, 4),
+        lost=round(slow.lost, 4),
+        spent=round(slow.spent, 4),
+        spent_by_others=round(slow.spent_by_others, 4),
+        reason=slow.reason.kind if slow.reason is not None else "",
+        explains=round(slow.reason.share, 4) if slow.reason is not None else 0.0,
     )
 
 
@@ -116,20 +121,15 @@ _ADVICE = {
     "cpu-steal": "Move the job to a node that doesn't share its CPUs.",
     "stopped": "Find what sends this rank SIGSTOP: a debugger, a job scheduler, a freezer.",
     "disk": "Read the data from a faster disk, or prefetch it in DataLoader workers.",
-    "memory": "Give the node more memory, or read less of the file again and again.",
+    "memory": "Give the node more memory, so that files stay in its cache, or read less.",
     "garbage-collection": "Call gc.freeze() after the setup, or gc.disable() and gc.collect() every N steps.",
     "gil": "Move that thread's work to a separate process, or to code that releases the GIL.",
     "gpu-clock": "Check the GPU's temperature, power limit and clocks (nvidia-smi -q -d PERFORMANCE,CLOCK).",
 }
 
 
-def job_command(job: JobView) -> tuple[str, ...]:
-    typed = job.context.launch.get("typed")
-    return ("safelaunch", *(str(word) for word in typed)) if isinstance(typed, list) and typed else ()
-
-
 def write(found: FoundSlow, job: JobView) -> tuple[Verdict, Publication]:
-    """Writes the bundle, and publishes it like that of a hang. Never raises."""
+    """Writes the bundle and publishes it. Never raises because of a disk."""
     context, recording = job.context, found.examination.recording
     judged = context.cleaned(verdict(found, job))
     begin = found.onset_unix_s or recording.at_unix_s
@@ -146,19 +146,7 @@ def write(found: FoundSlow, job: JobView) -> tuple[Verdict, Publication]:
     staging.add_json(Artifact("readings.json", OURS, 0.0), found.examination.readings)
     staging.add_json(Artifact("verdict.json", OURS, 0.0), judged)
     staging.add_json(Artifact("launch.json", OURS, 0.0), context.launch)
-    listed = staging.close()
-    written_unix_s = round(time.time(), 3)
-    staging.finish(
-        Manifest(
-            host=socket.gethostname(),
-            written_unix_s=written_unix_s,
-            user=context.owner.uid if context.owner is not None else -1,
-            job=JobShape(outcome="slow", world_size=job.watch.world_size),
-            timeline=(Moment("slow", begin), Moment("written", written_unix_s)),
-            artifacts=listed,
-            missing=tuple(artifact.path for artifact in listed if artifact.missing),
-        )
-    )
+    _finish(staging, job, begin)
     name = name_of(context.run_name, time.time(), "slow")
     published = publish(
         root,
@@ -171,6 +159,22 @@ def write(found: FoundSlow, job: JobView) -> tuple[Verdict, Publication]:
     )
     context.unfinished.let_go(root)
     return judged, published
+
+
+def _finish(staging: Staging, job: JobView, begin_unix_s: float) -> None:
+    listed = staging.close()
+    written_unix_s = round(time.time(), 3)
+    staging.finish(
+        Manifest(
+            host=job.context.host,
+            written_unix_s=written_unix_s,
+            user=os.getuid(),
+            job=JobShape(outcome="slow", world_size=job.watch.world_size),
+            timeline=(Moment("slow", begin_unix_s), Moment("written", written_unix_s)),
+            artifacts=listed,
+            missing=tuple(artifact.path for artifact in listed if artifact.missing),
+        )
+    )
 
 
 def _utc(unix_s: float) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from safelaunch.addons.record.recording import Recording
 from safelaunch.addons.record.shares import times_of
 from safelaunch.addons.record.slowness import LateRanks, late_ranks, percent
-from safelaunch.addons.slow.reasons import Reason, reason_of
+from safelaunch.addons.slow.reasons import SlowReason, reason_of
 from safelaunch.addons.slow.service import Examination
 from safelaunch.model import Frame
 from safelaunch.stacks.frames import place
@@ -32,7 +32,7 @@ class SlowRank:
     spent: float = 0.0
     """share of its time in that line"""
     spent_by_others: float = 0.0
-    reason: Reason | None = None
+    reason: SlowReason | None = None
 
     @property
     def words(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from safelaunch.addons.slow.step_times import Onset, StepTimes
@@ -38,7 +39,7 @@ WRITE_S = 15.0  # at the end of the job, for the bundle
 
 
 @dataclass
-class _Check:
+class _Inquiry:
     """Examinations of the ranks, because of ``onset`` or to see whether one is slow from the start."""
 
     onset: Onset | None
@@ -48,7 +49,7 @@ class _Check:
 
 
 @dataclass(frozen=True, slots=True)
-class _Spell:
+class _SlowTime:
     """Time in which a rank is slow."""
 
     slow: SlowRank
@@ -75,8 +76,8 @@ class SlowMonitor:
         self._first_s = 0.0
         self._due = _times_of_checks()
         self._next_s = next(self._due)
-        self._check: _Check | None = None
-        self._slow: _Spell | None = None
+        self._check: _Inquiry | None = None
+        self._slow: _SlowTime | None = None
         self._tries, self._retry_s = 0, 0.0
         self._note("")
 
@@ -105,7 +106,7 @@ class SlowMonitor:
         if (self._is_slower(before, now) or self._is_due(now)) and not is_known:
             onset = self._times.onset
             begin_s = onset.at_s if onset is not None else now - RECENT_S
-            self._check = _Check(onset, time.time() - (now - begin_s), [])
+            self._check = _Inquiry(onset, time.time() - (now - begin_s), [])
             self._ask(self._check)
 
     def finish(self, *, succeeded: bool) -> None:
@@ -161,7 +162,7 @@ class SlowMonitor:
 
     # --- examinations -------------------------------------------------------------------------------------------------
 
-    def _ask(self, check: _Check) -> None:
+    def _ask(self, check: _Inquiry) -> None:
         from safelaunch.addons.slow.service import Examine, Examiner
 
         def take(answer: ServiceAnswer[Any]) -> None:
@@ -169,15 +170,22 @@ class SlowMonitor:
                 return  # of an ended attempt
             if answer.part is None:
                 self._check = None
-                self._retry_s = time.monotonic() + REFUSED_S
-                self._tries = max(0, self._tries - 1)
+                self._try_again_soon(check)
                 return
             check.examinations.append(answer.part)
             self._judge(check)
 
         self._job.actions.ask_nodes(Examiner(), Examine(check.since_unix_s), take)
 
-    def _judge(self, check: _Check) -> None:
+    def _try_again_soon(self, check: _Inquiry) -> None:
+        now = time.monotonic()
+        if check.onset is not None:
+            self._tries, self._retry_s = self._tries - 1, now + REFUSED_S
+        else:
+            self._due = chain([self._next_s], self._due)
+            self._next_s = now - self._first_s + REFUSED_S
+
+    def _judge(self, check: _Inquiry) -> None:
         from safelaunch.addons.slow.late_rank import named, slow_rank
 
         examinations = check.examinations
@@ -187,7 +195,7 @@ class SlowMonitor:
             return
         check.judging = BackgroundTask("slow ranks", lambda: slow_rank(examinations, since_start=check.onset is None))
 
-    def _take(self, check: _Check, slow: SlowRank | None, now: float) -> None:
+    def _take(self, check: _Inquiry, slow: SlowRank | None, now: float) -> None:
         was = self._slow
         is_over = check.onset is not None and self._times.onset is None
         self._end_spell(now)
@@ -195,7 +203,7 @@ class SlowMonitor:
             self._note("")
             return
         begin_s = check.onset.at_s if check.onset is not None else self._first_s if was is None else now
-        self._slow = _Spell(slow, check.onset, begin_s)
+        self._slow = _SlowTime(slow, check.onset, begin_s)
         self._note(slow.words)
         is_known = was is not None and slow.rank == was.slow.rank
         if is_known or now - self._said_s < APART_S or self._writing is not None:
@@ -203,7 +211,7 @@ class SlowMonitor:
         self._said_s = now
         self._write(check, slow)
 
-    def _write(self, check: _Check, slow: SlowRank) -> None:
+    def _write(self, check: _Inquiry, slow: SlowRank) -> None:
         from safelaunch.addons.slow.bundle import FoundSlow, write
 
         onset = self._times.onset
@@ -216,7 +224,7 @@ class SlowMonitor:
             return
         task, self._writing = self._writing, None
         verdict, published = task.result()
-        say(f"{verdict.summary} The job continues.")
+        say(f"{verdict.summary[0].lower()}{verdict.summary[1:]} The job continues.")
         say(f"bundle: {published.shown}")
         context = self._job.view.context
         ranks = ",".join(str(culprit.rank) for culprit in verdict.culprits)

@@ -31,7 +31,7 @@ RIVAL_SHARE = 0.1  # of a CPU
 
 
 class RankReadings(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What kept a rank's main thread from running. Shares are of the measured time (0 to 1)."""
+    """Times in which a rank's main thread couldn't run, as shares of the measured time (0 to 1)."""
 
     rank: int
     host: str = ""
@@ -64,46 +64,67 @@ class _Totals:
     written_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Node:
+    at_s: float
+    ranks: Mapping[int, int]  # pid → rank
+    totals: Mapping[int, _Totals]  # by rank
+    cpu_ms: Mapping[tuple[int, int], int]  # (pid, start) of all processes → CPU time
+    gpus: Sequence[Gpu]
+
+    @classmethod
+    def read(cls, ranks: Mapping[int, int]) -> _Node:
+        totals = {rank: total for pid, rank in ranks.items() if (total := _totals(pid)) is not None}
+        return cls(time.monotonic(), ranks, totals, _cpu_times(), _gpus())
+
+
 class _Collected(msgspec.Struct, frozen=True):
     collecting_s: float | None = None
 
 
 def measure(targets: Sequence[Target], host: str, stop: threading.Event) -> list[RankReadings]:
     """Measures these ranks until ``stop`` is set."""
-    before = {target.rank: totals for target in targets if (totals := _totals(target.pid)) is not None}
-    running, drivers = _cpu_times(), _gpus()
+    ranks = {target.pid: target.rank for target in targets}
+    before = _Node.read(ranks)
     _garbage_collection(targets)
     states = _states(targets, stop)
     collecting = _garbage_collection(targets)
-    after = {target.rank: totals for target in targets if (totals := _totals(target.pid)) is not None}
-    now, gpus_now = _cpu_times(), _gpus()
-    readings = []
-    for target in targets:
-        rank = target.rank
-        if rank not in before or rank not in after or after[rank].start_s != before[rank].start_s:
-            continue
-        first, last = before[rank], after[rank]
-        seconds = max(last.at_s - first.at_s, 1e-6)
-        shares = _shares(first, last, states[rank])
-        if rank in collecting:
-            shares["garbage-collection"] = min(1.0, collecting[rank] / seconds)
-        own = {target.pid, *(process.pid for process in descendants([target.pid]))}
-        gpu, was = _gpu_of(own, gpus_now), _gpu_of(own, drivers)
-        readings.append(
-            RankReadings(
-                rank=rank,
-                host=host,
-                shares={name: round(share, 4) for name, share in shares.items()},
-                before={name: round(share, 4) for name, share in _lifetime(first).items()},
-                rival=_rival(target.pid, own, running, now, seconds, {other.pid: other.rank for other in targets}),
-                major_faults=last.major_faults - first.major_faults,
-                read_bytes=last.read_bytes - first.read_bytes,
-                written_bytes=last.written_bytes - first.written_bytes,
-                gpu=gpu,
-                gpu_errors=_grown(was, gpu),
-            )
-        )
-    return readings
+    after = _Node.read(ranks)
+    measured = [target for target in targets if _runs_on(before.totals.get(target.rank), after.totals.get(target.rank))]
+    return [
+        _readings(target, host, before, after, states[target.rank], collecting.get(target.rank)) for target in measured
+    ]
+
+
+def _runs_on(before: _Totals | None, after: _Totals | None) -> bool:
+    return before is not None and after is not None and before.start_s == after.start_s
+
+
+def _readings(
+    target: Target, host: str, before: _Node, after: _Node, states: Counter[str], collecting_s: float | None
+) -> RankReadings:
+    first, last = before.totals[target.rank], after.totals[target.rank]
+    shares = _shares(first, last, states)
+    if collecting_s is not None:
+        shares["garbage-collection"] = min(1.0, collecting_s / max(last.at_s - first.at_s, 1e-6))
+    own = {target.pid, *(process.pid for process in descendants([target.pid]))}
+    gpu = _gpu_of(own, after.gpus)
+    return RankReadings(
+        rank=target.rank,
+        host=host,
+        shares=_rounded(shares),
+        before=_rounded(_lifetime(first)),
+        rival=_rival(target.pid, own, before, after),
+        major_faults=last.major_faults - first.major_faults,
+        read_bytes=last.read_bytes - first.read_bytes,
+        written_bytes=last.written_bytes - first.written_bytes,
+        gpu=gpu,
+        gpu_errors=_grown(_gpu_of(own, before.gpus), gpu),
+    )
+
+
+def _rounded(shares: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(share, 4) for name, share in shares.items()}
 
 
 def _totals(pid: int) -> _Totals | None:
@@ -178,20 +199,18 @@ def _garbage_collection(targets: Sequence[Target]) -> dict[int, float]:
 
 
 def _cpu_times() -> dict[tuple[int, int], int]:
-    """Returns (pid, start) → CPU time in ms of all processes of the node."""
+    # (pid, start) → ms
     table = process_table()
     return {(pid, ticks): stat.cpu_ms for pid, (_, ticks) in table.items() if (stat := procstat.read(pid)) is not None}
 
 
-def _rival(
-    pid: int,
-    own: Collection[int],
-    before: Mapping[tuple[int, int], int],
-    after: Mapping[tuple[int, int], int],
-    seconds: float,
-    ranks: Mapping[int, int],
-) -> str:
-    used = {key[0]: (ms - before.get(key, 0)) / 1000 / seconds for key, ms in after.items() if key[0] not in own}
+def _rival(pid: int, own: Collection[int], before: _Node, after: _Node) -> str:
+    seconds = max(after.at_s - before.at_s, 1e-6)
+    used = {
+        key[0]: (ms - before.cpu_ms.get(key, 0)) / 1000 / seconds
+        for key, ms in after.cpu_ms.items()
+        if key[0] not in own
+    }
     cpus = _cpus(pid)
     for rival in sorted(used, key=lambda rival: -used[rival])[:8]:
         if used[rival] < RIVAL_SHARE:
@@ -199,7 +218,7 @@ def _rival(
         if cpus & _cpus(rival):
             stat = procstat.read(rival)
             process = f"{stat.name} (pid {rival})" if stat is not None else f"pid {rival}"
-            name = f"rank {ranks[rival]}" if rival in ranks else process
+            name = f"rank {after.ranks[rival]}" if rival in after.ranks else process
             return f"{name} used {used[rival]:.1f} CPUs"
     return ""
 

@@ -37,7 +37,7 @@ REASONS = tuple(_WORDS)
 
 
 @dataclass(frozen=True, slots=True)
-class Reason:
+class SlowReason:
     kind: str
     """one of ``REASONS``"""
     share: float
@@ -56,7 +56,7 @@ def reason_of(
     times: Sequence[RankTime],
     *,
     since_start: bool,
-) -> Reason | None:
+) -> SlowReason | None:
     """Returns the reason that explains most of ``lost``, the share of time that the others wait for ``rank``.
 
     Args:
@@ -72,7 +72,7 @@ def reason_of(
         shares[rank]["gpu-clock"] = max(0.0, 1.0 - own.gpu.sm_clock_mhz / min(clocks))
         for each in others:
             shares[each.rank]["gpu-clock"] = 0.0
-    found: list[Reason] = []
+    found: list[SlowReason] = []
     for kind in REASONS:
         share = shares[rank].get(kind, 0.0)
         if any(kind not in shares[each.rank] for each in others):
@@ -80,7 +80,7 @@ def reason_of(
         most = max(shares[each.rank][kind] for each in others)
         past = 0.0 if since_start else own.before.get(kind, 0.0)
         if share - most >= MOST * lost and share >= max(TIMES * most, TIMES_BEFORE * past):
-            found.append(Reason(kind, share, _WORDS[kind](percent(share), own)))
+            found.append(SlowReason(kind, share, _WORDS[kind](percent(share), own)))
     return max(found, key=lambda reason: reason.share, default=None)
 
 

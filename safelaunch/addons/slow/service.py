@@ -1,4 +1,4 @@
-"""Examines the ranks of a job: samples of their stacks, and what kept them from running meanwhile.
+"""Examines the ranks of a job: samples their stacks, and measures what keeps them from running in that time.
 
 Every node examines its own ranks; see ``addons.protocols.Service``.
 """

@@ -92,7 +92,7 @@ class StepTimes:
         return replace(self, onset=onset, recent=())
 
     def _with_normal(self, window: StepWindow) -> StepTimes:
-        """Adds a window that isn't slow. Only the newest one keeps its points."""
+        # only the newest window keeps its points
         older = tuple(replace(each, points=each.points[:1]) for each in (*self.normal[-1:], *self.recent))
         return replace(self, normal=(*self.normal[:-1], *older, window)[-MOST_WINDOWS:], recent=(), onset=None)
 
@@ -119,7 +119,7 @@ class StepTimes:
 
 
 def _durations(points: Sequence[tuple[float, int]]) -> list[float]:
-    """Returns the duration of each step; several steps between two points share their time."""
+    # several steps between two points share their time
     durations: list[float] = []
     for (before_s, before), (end_s, step) in pairwise(points):
         durations += [(end_s - before_s) / (step - before)] * (step - before)
@@ -127,7 +127,7 @@ def _durations(points: Sequence[tuple[float, int]]) -> list[float]:
 
 
 def _change(points: Sequence[tuple[float, int]]) -> int:
-    """Returns the index of the point behind which steps take longer: the cut that leaves the least deviation."""
+    """Returns the index of the point after which steps take longer: the cut that leaves the least deviation."""
     durations = [(end_s - before_s) / (step - before) for (before_s, before), (end_s, step) in pairwise(points)]
     most_s = RARE * median(durations)
     durations = [min(duration, most_s) for duration in durations]  # a checkpoint isn't the change

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from safelaunch.addons.slow import monitor
+from safelaunch.addons.slow import bundle, late_rank, monitor
+from safelaunch.addons.slow.bundle import FoundSlow, headline
 from safelaunch.addons.slow.late_rank import SlowRank
 from safelaunch.addons.slow.monitor import SlowMonitor
+from safelaunch.addons.slow.service import Examination
+from safelaunch.bundle.publication import Publication
+from safelaunch.model import Frame, Verdict
+from safelaunch.supervise.control.protocol import ServiceAnswer
 
-SLOW = SlowRank(1, 0.2, "it spends 30% in train.py:9 (augment); the others spend 1%")
+SLOW = SlowRank(1, 0.2, Frame("/home/me/train.py", 9, "augment"), 0.3, 0.01)
+SEEN = Examination(last_to_arrive={"a": [1, 1]})
 
 
 class Watched:
@@ -38,22 +45,43 @@ class Harness:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.watch = Watched()
         self.answers: list[SlowRank | None] = []
+        self.refused = False
         self.checks = 0
-        self.monitor = SlowMonitor(SimpleNamespace(view=SimpleNamespace(watch=self.watch)))  # type: ignore[arg-type]
-        monkeypatch.setattr(self.monitor, "_examine", self._examine)
+        self.suspects: list[dict[str, str]] = []
+        context = SimpleNamespace(suspects=SimpleNamespace(start=self.suspects.append), run_name="train")
+        job = SimpleNamespace(
+            view=SimpleNamespace(watch=self.watch, context=context),
+            topic=lambda name: SimpleNamespace(has_others=False),
+            actions=SimpleNamespace(ask_nodes=self._ask),
+        )
+        monkeypatch.setattr(late_rank, "slow_rank", self._judge)
+        monkeypatch.setattr(bundle, "write", self._write)
+        self.monitor = SlowMonitor(job)  # type: ignore[arg-type]
         clock = {name: getattr(time, name) for name in ("time", "strftime", "localtime")}
         monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: self.watch.now, **clock))
 
-    def _examine(self, since_ns: int, stop: object) -> SlowRank | None:
+    def _ask(self, service: object, ask: object, take: Any) -> None:
+        take(ServiceAnswer(problem="busy") if self.refused else ServiceAnswer(part=SEEN))
+
+    def _judge(self, examinations: object, *, since_start: bool) -> SlowRank | None:
         self.checks += 1
         return self.answers.pop(0) if self.answers else None
+
+    def _write(self, found: FoundSlow, job: object) -> Any:
+        words = Verdict(1, "slow", "late-rank", "medium", f"{headline(found)}.", (), "", (), (), (), ())
+        return words, Publication(Path("/home/me/bundles/train-slow"))
 
     def run(self, steps: int, step_s: float) -> None:
         for _ in range(steps):
             self.watch.make(1, step_s)
             self.monitor.tick()
-            if self.monitor._check is not None:
-                assert self.monitor._check.task.wait(10)
+            check = self.monitor._check
+            for task in (check.judging if check is not None else None, self.monitor._writing):
+                if task is not None:
+                    assert task.wait(10)
+                    self.monitor.tick()
+            if self.monitor._writing is not None:
+                assert self.monitor._writing.wait(10)
                 self.monitor.tick()
 
 
@@ -71,8 +99,10 @@ def test_onset_and_end_are_said_once_each(job: Harness, capfd: pytest.CaptureFix
     job.answers = [None, SLOW, SLOW, SLOW]
     job.run(40, 0.2)
     job.run(600, 0.3)
-    (line,) = said(capfd)
+    line, place = said(capfd)
     assert line.startswith("safelaunch: slower since step 1") and "0.2 s -> 0.3 s a step" in line
+    assert place == "safelaunch: bundle: /home/me/bundles/train-slow"
+    assert [look["SAFELAUNCH_OUTCOME"] for look in job.suspects] == ["slow"]
     assert "wait for rank 1 20% of the time; it spends 30% in train.py:9 (augment)" in line
     assert job.watch.notes == (SLOW.words,)
     job.run(200, 0.2)
@@ -85,7 +115,7 @@ def test_rank_that_is_slow_from_the_start_is_said_once_and_its_note_goes_with_it
 ) -> None:
     job.answers = [SLOW, SLOW, None]
     job.run(700, 0.2)
-    (line,) = said(capfd)
+    line, _ = said(capfd)
     assert line.startswith("safelaunch: the other ranks wait for rank 1 20% of the time") and job.checks == 2
     assert job.watch.notes == (SLOW.words,)
     job.run(3000, 0.2)
@@ -110,10 +140,27 @@ def test_new_attempt_forgets_the_slow_rank(job: Harness) -> None:
     assert job.watch.notes == ()
 
 
-def test_examination_ends_with_the_job(job: Harness) -> None:
-    job.run(149, 0.2)
-    job.watch.make(20, 0.2)
-    job.monitor.tick()
-    assert job.monitor._check is not None
+def test_refused_examination_is_tried_again_and_not_counted(job: Harness, capfd: pytest.CaptureFixture[str]) -> None:
+    job.run(130, 0.2)
+    job.answers = [SLOW]
+    job.refused = True
+    job.run(600, 0.3)
+    assert (said(capfd), job.checks) == ([], 0)
+    job.refused = False
+    job.run(100, 0.3)
+    assert "wait for rank 1" in said(capfd)[0] and job.checks == 1
+
+
+def test_line_at_the_end_says_what_the_run_lost(job: Harness, capfd: pytest.CaptureFixture[str]) -> None:
+    job.answers = [SLOW] * 9
+    job.run(700, 0.2)
+    said(capfd)
     job.monitor.finish(succeeded=True)
-    assert job.monitor._check.stop.is_set()
+    (line,) = said(capfd)
+    assert "waited 20% of the run's time for rank 1; it spends 30% in train.py:9 (augment)" in line
+
+
+def test_run_without_a_slow_rank_ends_in_silence(job: Harness, capfd: pytest.CaptureFixture[str]) -> None:
+    job.run(700, 0.2)
+    job.monitor.finish(succeeded=True)
+    assert said(capfd) == []

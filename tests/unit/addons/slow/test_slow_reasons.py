@@ -1,0 +1,126 @@
+"""The reason for a slow rank (``reasons.reason_of``) and the slow rank itself (``late_rank.slow_rank``), by tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from safelaunch.addons.record.recording import Recording
+from safelaunch.addons.slow.late_rank import slow_rank
+from safelaunch.addons.slow.readings import RankReadings
+from safelaunch.addons.slow.reasons import reason_of
+from safelaunch.addons.slow.service import Examination
+from safelaunch.model import Gpu
+from tests.unit.addons.record.recordings import ALL_REDUCE, AUGMENT, BACKWARD, FORWARD, Stack, recording
+
+NORMAL = {"cpu-queue": 0.02, "stopped": 0.0, "disk": 0.01, "memory": 0.0, "garbage-collection": 0.01, "cpu-quota": 0.0}
+WAITS = {FORWARD: 0.2, BACKWARD: 0.2, ALL_REDUCE: 0.6}
+LATE = {FORWARD: 0.2, BACKWARD: 0.2, AUGMENT: 0.5, ALL_REDUCE: 0.1}
+
+
+def readings(rank: int, **changed: float) -> RankReadings:
+    return RankReadings(rank, shares={**NORMAL, **{name.replace("_", "-"): share for name, share in changed.items()}})
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "before", "kind"),
+    [
+        ({}, {}, {}, ""),
+        ({"disk": 0.3}, {}, {}, "disk"),
+        ({"cpu-queue": 0.3}, {}, {}, "cpu-queue"),
+        ({"cpu-quota": 0.3, "cpu-queue": 0.05}, {}, {}, "cpu-quota"),
+        ({"stopped": 0.25, "cpu-queue": 0.2}, {}, {}, "stopped"),
+        ({"garbage-collection": 0.2}, {}, {}, "garbage-collection"),
+        ({"disk": 0.1}, {}, {}, ""),  # explains less than half of the loss
+        ({"cpu-queue": 0.4}, {"cpu-queue": 0.25}, {}, ""),  # the others wait, too
+        ({"cpu-queue": 0.3}, {}, {"cpu-queue": 0.3}, ""),  # it did so before
+        ({"cpu-queue": 0.3}, {}, {"cpu-queue": 0.05}, "cpu-queue"),
+    ],
+)
+def test_reason_differs_clearly_and_explains_most_of_the_loss(
+    own: dict[str, float], others: dict[str, float], before: dict[str, float], kind: str
+) -> None:
+    late = replace(readings(1), shares={**NORMAL, **own}, before=before)
+    rest = [replace(readings(rank), shares={**NORMAL, **others}) for rank in (0, 2)]
+    reason = reason_of(1, 0.3, [*rest, late], [], since_start=False)
+    assert (reason.kind if reason is not None else "") == kind
+
+
+def test_past_is_no_argument_for_a_rank_that_is_slow_from_the_start() -> None:
+    late = replace(readings(1, disk=0.3), before={"disk": 0.3})
+    reason = reason_of(1, 0.3, [readings(0), late], [], since_start=True)
+    assert reason is not None and reason.kind == "disk"
+
+
+def test_unknown_is_no_difference() -> None:
+    other = RankReadings(0, shares={name: share for name, share in NORMAL.items() if name != "disk"})
+    assert reason_of(1, 0.3, [other, readings(1, disk=0.3)], [], since_start=True) is None
+    assert reason_of(1, 0.3, [readings(1, disk=0.3)], [], since_start=True) is None
+    assert reason_of(1, 0.3, [readings(0)], [], since_start=True) is None
+
+
+@pytest.mark.parametrize(
+    ("clocks", "kind"),
+    [((1980.0, 1300.0, 1980.0), "gpu-clock"), ((1980.0, 1900.0, 1980.0), ""), ((1300.0, 1300.0, 1300.0), "")],
+)
+def test_slow_clock_is_a_reason_if_the_other_gpus_are_faster(clocks: Sequence[float], kind: str) -> None:
+    seen = [replace(readings(rank), gpu=Gpu(rank, sm_clock_mhz=mhz)) for rank, mhz in enumerate(clocks)]
+    reason = reason_of(1, 0.3, seen, [], since_start=False)
+    assert (reason.kind if reason is not None else "") == kind
+    assert reason is None or reason.words == "its GPU's SM clock is 1,300 MHz, 34% below the other ranks'"
+    unread = [*seen[:2], replace(seen[2], gpu=None)]
+    assert reason_of(1, 0.3, unread, [], since_start=False) is None
+
+
+def test_rival_is_named() -> None:
+    late = replace(readings(1, cpu_queue=0.4), rival="stress (pid 4242) used 1.0 CPUs")
+    reason = reason_of(1, 0.4, [readings(0), late], [], since_start=True)
+    assert reason is not None
+    assert reason.words == "it waited 40% of the time for a CPU, while stress (pid 4242) used 1.0 CPUs"
+
+
+# --- the rank ---------------------------------------------------------------------------------------------------------
+
+
+def on_hosts(recorded: Recording, hosts: str) -> Recording:
+    return replace(recorded, ranks=[replace(rank, host=hosts[rank.rank]) for rank in recorded.ranks])
+
+
+def examination(*ranks: dict[Stack, float], hosts: str = "aaaa", **arrivals: list[int]) -> Examination:
+    return Examination(on_hosts(recording(*ranks), hosts), [], arrivals)
+
+
+NOBODY = (WAITS, WAITS, WAITS)
+
+
+@pytest.mark.parametrize(
+    ("examinations", "rank"),
+    [
+        ([examination(WAITS, LATE, WAITS, a=[1, 1])], 1),
+        ([examination(WAITS, LATE, WAITS, a=[1, 2])], None),
+        ([examination(WAITS, LATE, WAITS, a=[1, -1])], None),
+        ([examination(WAITS, LATE, WAITS, a=[2, 2])], None),
+        ([examination(*NOBODY, a=[1, 1])], None),
+        ([examination(WAITS, LATE, WAITS)], None),  # one witness
+        ([examination(WAITS, LATE, WAITS)] * 2, 1),
+        ([examination(WAITS, LATE, WAITS), examination(WAITS, WAITS, LATE)], None),
+        # several nodes: only the late rank's own node sees it arrive last
+        ([examination(WAITS, WAITS, WAITS, LATE, hosts="aabb", a=[-1, -1], b=[3, 3])], 3),
+        ([examination(WAITS, WAITS, WAITS, LATE, hosts="aabb", a=[0, 0], b=[3, 3])], None),
+        ([examination(WAITS, WAITS, WAITS, LATE, hosts="aabb", a=[-1, -1], b=[-1, -1])], None),
+        ([examination(WAITS, WAITS, LATE, hosts="aab", a=[-1, -1])], None),
+        ([examination(WAITS, WAITS, LATE, hosts="aab", a=[-1, -1])] * 2, 2),
+    ],
+)
+def test_all_witnesses_have_to_name_the_same_rank(examinations: list[Examination], rank: int | None) -> None:
+    slow = slow_rank(examinations, since_start=True)
+    assert (slow.rank if slow is not None else None) == rank
+
+
+def test_same_line_that_takes_longer_is_more_work_or_a_slower_device() -> None:
+    late = {FORWARD: 0.5, BACKWARD: 0.4, ALL_REDUCE: 0.1}
+    other = {FORWARD: 0.3, BACKWARD: 0.4, ALL_REDUCE: 0.3}
+    slow = slow_rank([examination(other, late, other, a=[1, 1])], since_start=True)
+    assert slow is not None and slow.why == " (1.7 times as long: more work, or a slower device)"
