@@ -127,7 +127,7 @@ class SlowMonitor:
     def _examine(self, since_ns: int, stop: threading.Event) -> SlowRank | None:
         """Asks both witnesses. Runs in a thread. The samples are taken only if the first look names a rank."""
         first = self._straggler(since_ns)
-        if first is None:
+        if first is None or first.rank is None:
             return None
         from safelaunch.addons.record.service import Recorder
         from safelaunch.addons.slow.late_rank import slow_rank
