@@ -1,12 +1,13 @@
 """Traces of ByteDance's straggler study, as the watch for slow ranks would see the jobs: arrivals at calls, and waits.
 
-The traces belong to "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI 2025),
+The traces belong to "Understanding Stragglers in Large Model Training Using What-if Analysis",
 https://github.com/ByteDance-Seed/StragglerAnalysis, Apache License 2.0, Copyright (c) 2025 Bytedance Ltd. and/or its
 affiliates. Changed: ``tests/data/straggler_traces`` has the arrivals of a few steps, in milliseconds, without sizes.
 
-An operation's start is the arrival. One call isn't in the traces, but shows in them, because Megatron-LM makes it: after
-the last backward pass, the ranks of the last stage begin the next operation together, as soon as the last of them has
-finished (0.1 s or less). They average the loss.
+An operation's start is the arrival. The traces have some of each job's steps; they are joined as if there were no
+others. One call is inferred: after the last backward pass, the ranks of the last stage begin the next operation
+together, once the last of them has finished (4 to 152 ms later; in the first pipeline, which then waits for more, up to
+3 s). It is probably the average of the loss, as in Megatron-LM.
 """
 
 from __future__ import annotations
