@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +26,8 @@ _RECORD_ID = re.compile(rb'"record_id": ?(\d{1,18})\b')
 # adds its own.
 JSON_HANDLERS = ("fr_trace_json", "dump_nccl_trace_json", "torchcomms_fr_trace_json")
 PICKLE_HANDLERS = ("safelaunch_flight_record", "dump_nccl_trace_pickle")
+_PEER = re.compile(r":(?:send (?P<sends>\d+)->(?P<to>\d+)|recv (?P<receives>\d+)<-(?P<of>\d+))")
+TRANSFER = "->"
 DEFAULT_GROUP = {"0", "default_pg"}  # name and description
 _BACKEND = re.compile(r'"safelaunch_flight_record_([A-Za-z0-9_-]{1,64})"')
 NCCL_ONLY = "this torch records only NCCL's collectives, and there are none (torch 2.13 records gloo's too)"
@@ -128,6 +131,7 @@ class _Arrival(msgspec.Struct):
     collective_seq_id: int = 0
     time_created_ns: int = 0
     is_p2p: bool = False
+    profiling_name: str = ""
 
 
 class _Arrivals(msgspec.Struct):
@@ -135,14 +139,24 @@ class _Arrivals(msgspec.Struct):
 
 
 def arrivals_of(socket_path: str, *, deadline_s: float = 2.0) -> dict[tuple[str, int], int]:
-    """Returns (group, number) → time at which the rank entered that collective, in ns of CLOCK_REALTIME.
+    """Returns (group, number) → time at which the rank entered that call, in ns of CLOCK_REALTIME.
 
-    Doesn't need the rank's GIL. Empty if unknown.
+    The name of a transfer's group includes sender and receiver, as ranks of the group (``3 0->1``). Its number is its
+    place among those in the rank's record: c10d's numbers differ between both ends. Doesn't need the rank's GIL. Empty
+    if unknown.
     """
     arrivals: dict[tuple[str, int], int] = {}
+    transfers: Counter[str] = Counter()
     for entry in _arrivals(socket_path, deadline_s):
-        if entry.process_group and entry.time_created_ns and not entry.is_p2p:
-            arrivals.setdefault((entry.process_group[0], entry.collective_seq_id), entry.time_created_ns)
+        if not entry.process_group or not entry.time_created_ns or entry.profiling_name.endswith(":coalesced"):
+            continue  # the end of a batch of transfers has the number of a collective
+        group = entry.process_group[0]
+        if not entry.is_p2p:
+            arrivals.setdefault((group, entry.collective_seq_id), entry.time_created_ns)
+        elif (peer := _PEER.search(entry.profiling_name)) is not None:
+            group = f"{group} {peer['sends'] or peer['of']}{TRANSFER}{peer['to'] or peer['receives']}"
+            arrivals[group, transfers[group]] = entry.time_created_ns
+            transfers[group] += 1
     return arrivals
 
 

@@ -20,7 +20,7 @@ from safelaunch.capture.flight_recorder import flight_record_of, kept_at_exit
 from safelaunch.capture.worker_server import Unanswered
 from safelaunch.model import Collective, Frame, GroupStatus
 from safelaunch.system.errors import CaptureError
-from tests.support.nccl_formats import FORMATS, Format, Hooked, Recorder
+from tests.support.nccl_formats import FORMATS, Format, Hooked, Op, Recorder
 from tests.support.sample_dumps import GLOO, GLOO_ENTRY, NCCL, as_json
 
 
@@ -195,6 +195,20 @@ def test_default_timeout_comes_from_default_group_only(
     entries = [{"process_group": group, "timeout_ms": timeout_ms} for group, timeout_ms in calls]
     served(monkeypatch, {"fr_trace_json": as_json({"pg_status": {}, "entries": entries})})
     assert flight_recorder.default_timeout_s("/run/s") == timeout_s
+
+
+@pytest.mark.parametrize("layout", FORMATS, ids=str)
+def test_arrivals_of_transfers_are_named_by_both_ends(monkeypatch: pytest.MonkeyPatch, layout: Format) -> None:
+    """Sends and receives that match have the same name. The end of a batch isn't a collective."""
+    groups = {"0": (0, 1, 2), "3": (1, 2)}
+    first, second = (Recorder(rank, groups, layout).collective() for rank in (1, 2))
+    first.send(1, group="3").batch([Op("send", peer=1), Op("recv", peer=1)], group="3").collective()
+    second.recv(0, group="3").batch([Op("recv", peer=0), Op("send", peer=0)], group="3").collective()
+    expected = {("3 0->1", 0), ("3 0->1", 1), ("3 1->0", 0), ("0", 1), ("0", 2)}
+    for recorder in (first, second):
+        served(monkeypatch, {"dump_nccl_trace_json": recorder.json()})
+        arrivals = flight_recorder.arrivals_of("/run/s")
+        assert set(arrivals) == expected and all(arrivals.values())
 
 
 @pytest.mark.parametrize("python", [True, False])

@@ -9,12 +9,24 @@ from dataclasses import dataclass
 from safelaunch.addons.record.files import files_of
 from safelaunch.addons.record.rows import RecordingReport
 from safelaunch.addons.record.slowness import verdict_of
-from safelaunch.addons.slow.late_rank import SlowRank
+from safelaunch.addons.slow.late_rank import SlowRanks
 from safelaunch.addons.slow.service import Examination
 from safelaunch.addons.slow.step_times import Onset
 from safelaunch.bundle.publication import PUBLISH_DEADLINE_S, Publication, name_of, publish
 from safelaunch.bundle.staging import OURS, Staging
-from safelaunch.model import Artifact, Claim, Culprit, JobShape, Manifest, Moment, Slowdown, Verdict, format_ranks
+from safelaunch.model import (
+    Artifact,
+    Claim,
+    Culprit,
+    JobShape,
+    Manifest,
+    Moment,
+    Slowdown,
+    Verdict,
+    format_ranks,
+    rank_words,
+)
+from safelaunch.stacks.frames import place
 from safelaunch.supervise.respond import JobView
 
 CAUSE = "late-rank"
@@ -24,7 +36,7 @@ CAUSE = "late-rank"
 class FoundSlow:
     """A slow rank, with the evidence. ``onset`` is None if it is slow from the start."""
 
-    slow: SlowRank
+    slow: SlowRanks
     onset: Onset | None
     examination: Examination
     now_s: float
@@ -38,7 +50,7 @@ def verdict(found: FoundSlow, job: JobView) -> Verdict:
     slow, recording = found.slow, found.examination.recording
     claims = [Claim(f"{slow.waits[0].upper()}{slow.waits[1:]}", "recording.json")]
     if slow.reason is not None:
-        claims.append(Claim(f"rank {slow.rank}: {slow.reason.words}", "readings.json"))
+        claims.append(Claim(f"{rank_words(slow.ranks)}: {slow.reason.words}", "readings.json"))
     launch = job.context.launch
     typed = launch.get("typed")
     return Verdict(
@@ -47,8 +59,10 @@ def verdict(found: FoundSlow, job: JobView) -> Verdict:
         cause=CAUSE,
         confidence="high" if slow.reason is not None else "medium",
         summary=f"{headline(found)}.",
-        culprits=(_culprit(found, job),),
-        victims=format_ranks([rank.rank for rank in recording.ranks if rank.rank != slow.rank and not rank.missing]),
+        culprits=tuple(_culprit(rank, found, job) for rank in slow.ranks),
+        victims=format_ranks(
+            [rank.rank for rank in recording.ranks if rank.rank not in slow.ranks and not rank.missing]
+        ),
         evidence=tuple(claims),
         ruled_out=(),
         missing=tuple(rank.missing for rank in recording.ranks if rank.missing),
@@ -64,19 +78,19 @@ def verdict(found: FoundSlow, job: JobView) -> Verdict:
     )
 
 
-def _culprit(found: FoundSlow, job: JobView) -> Culprit:
+def _culprit(rank: int, found: FoundSlow, job: JobView) -> Culprit:
     slow, recording = found.slow, found.examination.recording
-    record = next((rank for rank in recording.ranks if rank.rank == slow.rank), None)
-    progress = job.watch.last_progress.get(slow.rank)
-    spends = slow.spends.replace("its", "spends its", 1) if slow.frame is None else slow.spends.removeprefix("it ")
+    record = next((each for each in recording.ranks if each.rank == rank), None)
+    progress = job.watch.last_progress.get(rank)
+    where = f"spends its extra time in {place(slow.frame)}" if slow.frame is not None else "is slow in many lines"
     return Culprit(
-        rank=slow.rank,
+        rank=rank,
         host=record.host if record is not None else "",
         pid=record.main.pid if record is not None and record.main is not None else -1,
         process="main",
         frame=slow.frame,
         step=progress.step if progress is not None else None,
-        reason=f"Rank {slow.rank} {spends}{slow.why}",
+        reason=f"Rank {rank} {where}{slow.why}",
     )
 
 
@@ -109,7 +123,7 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s"
 
 
-def advice(slow: SlowRank) -> tuple[str, ...]:
+def advice(slow: SlowRanks) -> tuple[str, ...]:
     if slow.reason is not None and slow.reason.kind in _ADVICE:
         return (_ADVICE[slow.reason.kind],)
     return ("Compare this rank's data and device with the others'.",)

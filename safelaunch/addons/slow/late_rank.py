@@ -1,7 +1,7 @@
-"""Names the rank that its peers wait for, and where it spends that time, if two witnesses agree. Has no side effects.
+"""Names the ranks that their peers wait for, and the line in which they spend that time, if two witnesses agree.
 
-The arrival times of collectives show the rank that comes last, and samples of the stacks the one that waits least. They
-are independent: arrivals don't depend on stacks, and samples not on clocks. Arrivals can be compared only on one node,
+The arrival times of calls show the ranks that come last, and samples of the stacks those that wait least. They are
+independent: arrivals don't depend on stacks, and samples not on clocks. Arrivals can be compared only on one node,
 and only if the collectives run on the CPU. Otherwise, two recordings have to agree.
 """
 
@@ -12,25 +12,28 @@ from dataclasses import dataclass
 
 from safelaunch.addons.record.recording import Recording
 from safelaunch.addons.record.shares import times_of
-from safelaunch.addons.record.slowness import LateRanks, late_ranks, percent
+from safelaunch.addons.record.slowness import late_ranks, percent
 from safelaunch.addons.slow.reasons import SlowReason, reason_of
 from safelaunch.addons.slow.service import Examination
-from safelaunch.model import Frame
+from safelaunch.model import Frame, rank_words
 from safelaunch.stacks.frames import place
 
 NOTICEABLE = 0.05  # share of the others' time at a line, for the durations to be compared
+MORE = "more work, or a slower device"
 MOST_TIMES = 3.0  # a line that takes longer does something else
 
 
 @dataclass(frozen=True, slots=True)
-class SlowRank:
-    rank: int
+class SlowRanks:
+    """A rank that its peers wait for, or several that are slow together, such as a stage of a pipeline."""
+
+    ranks: tuple[int, ...]
     lost: float
-    """share of the peers' time that they wait for it more than it waits for them"""
+    """share of the peers' time that they wait for these ranks more than these wait for them"""
     frame: Frame | None = None
-    """line in which it spends that time; None if it is spread over many lines"""
+    """line in which they spend that time; None if it is spread over many lines"""
     spent: float = 0.0
-    """share of its time in that line"""
+    """share of their time in that line"""
     spent_by_others: float = 0.0
     reason: SlowReason | None = None
 
@@ -40,60 +43,58 @@ class SlowRank:
 
     @property
     def waits(self) -> str:
-        return f"the other ranks wait for rank {self.rank} {percent(self.lost)} of the time"
+        return f"the other ranks wait for {rank_words(self.ranks)} {percent(self.lost)} of the time"
 
     @property
     def spends(self) -> str:
+        is_one = len(self.ranks) == 1
         if self.frame is None:
-            return "its extra time is spread over many lines"
-        spends = f"it spends {percent(self.spent)} in {place(self.frame)}; the others spend"
-        return f"{spends} {percent(self.spent_by_others)}"
+            return f"{'its' if is_one else 'their'} extra time is spread over many lines"
+        spends = f"{'it spends' if is_one else 'they spend'} {percent(self.spent)} in {place(self.frame)}"
+        return f"{spends}; the others spend {percent(self.spent_by_others)}"
 
     @property
     def why(self) -> str:
         if self.reason is not None:
             return f": {self.reason.words}"
         if self.frame is None:
-            return ": more work, or a slower device"
+            return f": {MORE}"
         if self.spent_by_others < NOTICEABLE or self.spent > MOST_TIMES * self.spent_by_others:
             return ""
-        return f" ({self.spent / self.spent_by_others:.1f} times as long: more work, or a slower device)"
+        return f" ({self.spent / self.spent_by_others:.1f} times as long: {MORE})"
 
 
-def slow_rank(examinations: Sequence[Examination], *, since_start: bool) -> SlowRank | None:
-    """Returns the rank that all witnesses name; None if any of them differs, or if there is only one."""
-    newest, late = examinations[-1], _late(examinations[-1].recording)
-    if late is None or any(named(examination) != late.ranks[0] for examination in examinations):
+def slow_ranks(examinations: Sequence[Examination], *, since_start: bool) -> SlowRanks | None:
+    """Returns the ranks that all witnesses name; None if any of them differs, or if there is only one."""
+    newest, ranks = examinations[-1], named(examinations[-1])
+    if ranks is None or any(named(examination) != ranks for examination in examinations):
         return None
-    if len(examinations) < 2 and not _has_arrivals(newest, late.ranks[0]):
+    if len(examinations) < 2 and not any(newest.late.get(host) for host in _hosts(newest.recording, ranks)):
         return None
-    (rank,) = late.ranks
     times = times_of(newest.recording)
-    reason = reason_of(rank, late.difference, newest.readings, times, since_start=since_start)
-    return SlowRank(rank, late.difference, late.frame, late.share, late.share_of_others, reason)
+    late = late_ranks(times)
+    assert late is not None  # named() has them from it
+    reason = None
+    if len(ranks) == 1:
+        reason = reason_of(ranks[0], late.difference, newest.readings, times, since_start=since_start)
+    return SlowRanks(ranks, late.difference, late.frame, late.share, late.share_of_others, reason)
 
 
-def named(examination: Examination) -> int | None:
-    """Returns the only late rank in the samples; None if there are none or several, or if arrivals name another one."""
-    late = _late(examination.recording)
+def named(examination: Examination) -> tuple[int, ...] | None:
+    """Returns the late ranks in the samples; None if there are none, or if arrivals on some node name others."""
+    late = late_ranks(times_of(examination.recording))
     if late is None:
         return None
-    (rank,) = late.ranks
-    own = _host(examination.recording, rank)
-    for host, arrivals in examination.last_to_arrive.items():
-        if any(last != (rank if host == own else -1) for last in arrivals):
+    own = _hosts(examination.recording, late.ranks)
+    for host, looks in examination.late.items():
+        if any(tuple(sorted(look)) != own.get(host, ()) for look in looks):
             return None
-    return rank
+    return tuple(sorted(late.ranks))
 
 
-def _late(recording: Recording) -> LateRanks | None:
-    late = late_ranks(times_of(recording))
-    return late if late is not None and len(late.ranks) == 1 else None
-
-
-def _has_arrivals(examination: Examination, rank: int) -> bool:
-    return bool(examination.last_to_arrive.get(_host(examination.recording, rank)))
-
-
-def _host(recording: Recording, rank: int) -> str:
-    return next((each.host for each in recording.ranks if each.rank == rank), "")
+def _hosts(recording: Recording, ranks: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    hosts: dict[str, tuple[int, ...]] = {}
+    for each in sorted(recording.ranks, key=lambda rank: rank.rank):
+        if each.rank in ranks:
+            hosts[each.host] = (*hosts.get(each.host, ()), each.rank)
+    return hosts

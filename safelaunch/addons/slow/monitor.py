@@ -13,6 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from safelaunch.addons.slow.step_times import Onset, StepTimes
+from safelaunch.model import rank_words
 from safelaunch.supervise.control.protocol import ServiceAnswer
 from safelaunch.supervise.hooks import variables
 from safelaunch.supervise.monitors import MonitoredJob
@@ -21,7 +22,7 @@ from safelaunch.system.console import say
 from safelaunch.system.task import BackgroundTask
 
 if TYPE_CHECKING:  # loaded when a rank is examined: the supervisor stays small
-    from safelaunch.addons.slow.late_rank import SlowRank
+    from safelaunch.addons.slow.late_rank import SlowRanks
     from safelaunch.addons.slow.service import Examination
     from safelaunch.bundle.publication import Publication
     from safelaunch.model import Verdict
@@ -32,7 +33,7 @@ CHECK_AGAIN_S = 600.0
 APART_S = 600.0  # between two messages
 RETRY_S, RETRIES = 60.0, 3  # while the steps stay slow
 REFUSED_S = 20.0  # until the next attempt, after another request came first
-RECENT_S = 60.0  # of the arrivals, without an onset
+RECENT_S, RECENT_STEPS = 60.0, 8  # the larger: arrivals to compare without an onset
 WORTH_SAYING = 0.05  # share of a run's time that was lost, for a line at its end
 STOP_S = 2.0
 WRITE_S = 15.0  # at the end of the job, for the bundle
@@ -45,14 +46,14 @@ class _Inquiry:
     onset: Onset | None
     since_unix_s: float
     examinations: list[Examination]
-    judging: BackgroundTask[SlowRank | None] | None = None
+    judging: BackgroundTask[SlowRanks | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _SlowTime:
     """Time in which a rank is slow."""
 
-    slow: SlowRank
+    slow: SlowRanks
     onset: Onset | None
     begin_s: float
 
@@ -66,8 +67,8 @@ class SlowMonitor:
         self._attempt = self._watch.attempt
         self._writing: BackgroundTask[tuple[Verdict, Publication]] | None = None
         self._said_s = -APART_S
-        self._lost_s: dict[int, float] = {}
-        self._words: dict[int, str] = {}
+        self._lost_s: dict[tuple[int, ...], float] = {}
+        self._words: dict[tuple[int, ...], str] = {}
         self._began_s = 0.0
         self._start()
 
@@ -105,7 +106,7 @@ class SlowMonitor:
         is_known = self._slow is not None and self._slow.onset is not None
         if (self._is_slower(before, now) or self._is_due(now)) and not is_known:
             onset = self._times.onset
-            begin_s = onset.at_s if onset is not None else now - RECENT_S
+            begin_s = onset.at_s if onset is not None else now - max(RECENT_S, RECENT_STEPS * self._times.usual_s)
             self._check = _Inquiry(onset, time.time() - (now - begin_s), [])
             self._ask(self._check)
 
@@ -115,10 +116,10 @@ class SlowMonitor:
         if self._writing is not None and self._writing.wait(WRITE_S):
             self._finish_writing()
         seconds = now - self._began_s if self._began_s else 0.0
-        for rank, lost_s in self._lost_s.items():
+        for ranks, lost_s in self._lost_s.items():
             if seconds and lost_s >= WORTH_SAYING * seconds:
                 share = f"{100 * lost_s / seconds:.0f}%"
-                say(f"the other ranks waited {share} of the run's time for rank {rank}{self._words[rank]}")
+                say(f"the other ranks waited {share} of the run's time for {rank_words(ranks)}{self._words[ranks]}")
 
     # --- the pace -----------------------------------------------------------------------------------------------------
 
@@ -186,16 +187,16 @@ class SlowMonitor:
             self._next_s = now - self._first_s + REFUSED_S
 
     def _judge(self, check: _Inquiry) -> None:
-        from safelaunch.addons.slow.late_rank import named, slow_rank
+        from safelaunch.addons.slow.late_rank import named, slow_ranks
 
         examinations = check.examinations
-        has_arrivals = any(examinations[0].last_to_arrive.values())
+        has_arrivals = any(examinations[0].late.values())
         if len(examinations) == 1 and not has_arrivals and named(examinations[0]) is not None:
             self._ask(check)  # a second witness
             return
-        check.judging = BackgroundTask("slow ranks", lambda: slow_rank(examinations, since_start=check.onset is None))
+        check.judging = BackgroundTask("slow ranks", lambda: slow_ranks(examinations, since_start=check.onset is None))
 
-    def _take(self, check: _Inquiry, slow: SlowRank | None, now: float) -> None:
+    def _take(self, check: _Inquiry, slow: SlowRanks | None, now: float) -> None:
         was = self._slow
         is_over = check.onset is not None and self._times.onset is None
         self._end_spell(now)
@@ -205,13 +206,13 @@ class SlowMonitor:
         begin_s = check.onset.at_s if check.onset is not None else self._first_s if was is None else now
         self._slow = _SlowTime(slow, check.onset, begin_s)
         self._note(slow.words)
-        is_known = was is not None and slow.rank == was.slow.rank
+        is_known = was is not None and slow.ranks == was.slow.ranks
         if is_known or now - self._said_s < APART_S or self._writing is not None:
             return
         self._said_s = now
         self._write(check, slow)
 
-    def _write(self, check: _Inquiry, slow: SlowRank) -> None:
+    def _write(self, check: _Inquiry, slow: SlowRanks) -> None:
         from safelaunch.addons.slow.bundle import FoundSlow, write
 
         onset = self._times.onset
@@ -232,19 +233,21 @@ class SlowMonitor:
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def _say_end(self, slow: SlowRank, now: float) -> None:
+    def _say_end(self, slow: SlowRanks, now: float) -> None:
         self._end_spell(now)
         self._note("")
         usual = f"{self._times.usual_s:.3g} s a {self._unit}"
-        say(f"back to {usual}: rank {slow.rank} no longer slows the job down")
+        say(
+            f"back to {usual}: {rank_words(slow.ranks)} no longer {'slows' if len(slow.ranks) == 1 else 'slow'} the job down"
+        )
 
     def _end_spell(self, now: float) -> None:
         if self._slow is None:
             return
         spell, self._slow = self._slow, None
-        rank = spell.slow.rank
-        self._lost_s[rank] = self._lost_s.get(rank, 0.0) + spell.slow.lost * (now - spell.begin_s)
-        self._words[rank] = f"; {spell.slow.spends}{spell.slow.why}"
+        ranks = spell.slow.ranks
+        self._lost_s[ranks] = self._lost_s.get(ranks, 0.0) + spell.slow.lost * (now - spell.begin_s)
+        self._words[ranks] = f"; {spell.slow.spends}{spell.slow.why}"
 
     def _note(self, words: str) -> None:
         self._watch.note(SOURCE, (words,) if words else ())

@@ -19,6 +19,7 @@ from safelaunch.addons.record.service import Recorder
 from safelaunch.addons.slow.arrivals import find_straggler
 from safelaunch.addons.slow.readings import RankReadings, measure
 from safelaunch.capture.flight_recorder import arrivals_of
+from safelaunch.leases.inventory import has_driver
 from safelaunch.model import format_ranks
 from safelaunch.supervise.looks import ask_each
 from safelaunch.supervise.respond import JobView
@@ -42,8 +43,8 @@ class Examination(msgspec.Struct, frozen=True, omit_defaults=True):
 
     recording: Recording = msgspec.field(default_factory=Recording)
     readings: list[RankReadings] = []
-    last_to_arrive: dict[str, list[Annotated[int, Meta(ge=-1)]]] = {}
-    """host with several ranks → its rank that arrives last at most collectives, before and after; -1: none"""
+    late: dict[str, list[list[Annotated[int, Meta(ge=0)]]]] = {}
+    """host with several ranks → its ranks that arrive late, before and after the samples; an empty list: none"""
 
 
 class Examiner:
@@ -55,14 +56,14 @@ class Examiner:
     part = Examination
 
     def here(self, ask: Examine, job: JobView, stop: threading.Event) -> Examination:
-        """Examines the rank that arrives last and some others; on several nodes, ranks of each node."""
-        last = last_to_arrive(job, ask.since_unix_s)
-        if job.is_whole and last == -1:
-            return Examination(last_to_arrive={job.context.host: [last]})
+        """Examines the ranks that arrive late and some others; on several nodes, ranks of each node."""
+        late = late_by_arrivals(job, ask.since_unix_s)
+        if job.is_whole and late == ():
+            return Examination(late={job.context.host: [[]]})
         targets = job.watch.targets()
-        if job.is_whole and last is not None:
-            others = [target for target in targets if target.rank != last][:MOST_PEERS]
-            targets = (*(target for target in targets if target.rank == last), *others)
+        if job.is_whole and late is not None:
+            others = [target for target in targets if target.rank not in late][: max(MOST_PEERS, 1 + 2 * len(late))]
+            targets = (*(target for target in targets if target.rank in late), *others)
         targets = targets[:MOST_RANKS]
         done = threading.Event()
         readings = BackgroundTask("readings", lambda: measure(targets, job.context.host, done))
@@ -70,7 +71,7 @@ class Examiner:
             recording = Recorder().here(_sampling([target.rank for target in targets]), job, stop)
         finally:
             done.set()
-        looks = [rank for rank in (last, last_to_arrive(job, ask.since_unix_s)) if rank is not None]
+        looks = [list(ranks) for ranks in (late, late_by_arrivals(job, ask.since_unix_s)) if ranks is not None]
         arrivals = {job.context.host: looks} if looks else {}
         return Examination(recording, job.context.cleaned(readings.joined()), arrivals)
 
@@ -83,7 +84,7 @@ class Examiner:
         return Examination(
             recording,
             [readings for part in parts for readings in part.readings],
-            {host: ranks for part in parts for host, ranks in part.last_to_arrive.items()},
+            {host: looks for part in parts for host, looks in part.late.items()},
         )
 
     def bounded(self, part: Examination, fits: Callable[[Examination], bool]) -> Examination:
@@ -93,16 +94,18 @@ class Examiner:
         return msgspec.structs.replace(part, recording=Recorder().bounded(part.recording, fits_with))
 
 
-def last_to_arrive(job: JobView, since_unix_s: float) -> int | None:
-    """Returns the rank of this node that arrives last at most collectives; -1 if there is none, None if unknown."""
+def late_by_arrivals(job: JobView, since_unix_s: float) -> tuple[int, ...] | None:
+    """Returns the ranks of this node that the others wait for; empty if there are none, None if that can't be seen."""
     targets = [target for target in job.watch.targets() if target.socket is not None]
-    if len(targets) < 2:
-        return None
     answers = ask_each(targets, lambda target: arrivals_of(str(target.socket)), deadline_s=ARRIVALS_DEADLINE_S)
     since_ns = int(since_unix_s * 1e9)
     recent = {rank: {call: at for call, at in calls.items() if at >= since_ns} for rank, calls in answers.items()}
+    if sum(bool(calls) for calls in recent.values()) < 2:
+        return None
     straggler = find_straggler(recent)
-    return straggler.rank if straggler is not None else -1
+    if straggler is not None:
+        return straggler.ranks
+    return None if has_driver(os.environ) else ()  # a CPU enters its GPU's calls early, so it might not be late
 
 
 def _sampling(ranks: Sequence[int]) -> Sampling:

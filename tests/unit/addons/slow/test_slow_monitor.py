@@ -11,15 +11,15 @@ import pytest
 
 from safelaunch.addons.slow import bundle, late_rank, monitor
 from safelaunch.addons.slow.bundle import FoundSlow, headline
-from safelaunch.addons.slow.late_rank import SlowRank
+from safelaunch.addons.slow.late_rank import SlowRanks
 from safelaunch.addons.slow.monitor import SlowMonitor
 from safelaunch.addons.slow.service import Examination
 from safelaunch.bundle.publication import Publication
 from safelaunch.model import Frame, Verdict
 from safelaunch.supervise.control.protocol import ServiceAnswer
 
-SLOW = SlowRank(1, 0.2, Frame("/home/me/train.py", 9, "augment"), 0.3, 0.01)
-SEEN = Examination(last_to_arrive={"a": [1, 1]})
+SLOW = SlowRanks((1,), 0.2, Frame("/home/me/train.py", 9, "augment"), 0.3, 0.01)
+SEEN = Examination(late={"a": [[1], [1]]})
 
 
 class Watched:
@@ -44,7 +44,7 @@ class Watched:
 class Harness:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.watch = Watched()
-        self.answers: list[SlowRank | None] = []
+        self.answers: list[SlowRanks | None] = []
         self.refused = False
         self.checks = 0
         self.suspects: list[dict[str, str]] = []
@@ -54,7 +54,7 @@ class Harness:
             topic=lambda name: SimpleNamespace(has_others=False),
             actions=SimpleNamespace(ask_nodes=self._ask),
         )
-        monkeypatch.setattr(late_rank, "slow_rank", self._judge)
+        monkeypatch.setattr(late_rank, "slow_ranks", self._judge)
         monkeypatch.setattr(bundle, "write", self._write)
         self.monitor = SlowMonitor(job)  # type: ignore[arg-type]
         clock = {name: getattr(time, name) for name in ("time", "strftime", "localtime")}
@@ -63,7 +63,7 @@ class Harness:
     def _ask(self, service: object, ask: object, take: Any) -> None:
         take(ServiceAnswer(problem="busy") if self.refused else ServiceAnswer(part=SEEN))
 
-    def _judge(self, examinations: object, *, since_start: bool) -> SlowRank | None:
+    def _judge(self, examinations: object, *, since_start: bool) -> SlowRanks | None:
         self.checks += 1
         return self.answers.pop(0) if self.answers else None
 

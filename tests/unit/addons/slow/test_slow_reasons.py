@@ -1,4 +1,4 @@
-"""The reason for a slow rank (``reasons.reason_of``) and the slow rank itself (``late_rank.slow_rank``), by tables."""
+"""The reason for a slow rank (``reasons.reason_of``) and the slow rank itself (``late_rank.slow_ranks``), by tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from safelaunch.addons.record.recording import Recording
-from safelaunch.addons.slow.late_rank import slow_rank
+from safelaunch.addons.slow.late_rank import slow_ranks
 from safelaunch.addons.slow.readings import RankReadings
 from safelaunch.addons.slow.reasons import reason_of
 from safelaunch.addons.slow.service import Examination
@@ -88,7 +88,7 @@ def on_hosts(recorded: Recording, hosts: str) -> Recording:
     return replace(recorded, ranks=[replace(rank, host=hosts[rank.rank]) for rank in recorded.ranks])
 
 
-def examination(*ranks: dict[Stack, float], hosts: str = "aaaa", **arrivals: list[int]) -> Examination:
+def examination(*ranks: dict[Stack, float], hosts: str = "aaaa", **arrivals: list[list[int]]) -> Examination:
     return Examination(on_hosts(recording(*ranks), hosts), [], arrivals)
 
 
@@ -96,31 +96,33 @@ NOBODY = (WAITS, WAITS, WAITS)
 
 
 @pytest.mark.parametrize(
-    ("examinations", "rank"),
+    ("examinations", "ranks"),
     [
-        ([examination(WAITS, LATE, WAITS, a=[1, 1])], 1),
-        ([examination(WAITS, LATE, WAITS, a=[1, 2])], None),
-        ([examination(WAITS, LATE, WAITS, a=[1, -1])], None),
-        ([examination(WAITS, LATE, WAITS, a=[2, 2])], None),
-        ([examination(*NOBODY, a=[1, 1])], None),
+        ([examination(WAITS, LATE, WAITS, a=[[1], [1]])], (1,)),
+        ([examination(WAITS, LATE, WAITS, a=[[1], [2]])], None),
+        ([examination(WAITS, LATE, WAITS, a=[[1], []])], None),
+        ([examination(WAITS, LATE, WAITS, a=[[2], [2]])], None),
+        ([examination(*NOBODY, a=[[1], [1]])], None),
         ([examination(WAITS, LATE, WAITS)], None),  # one witness
-        ([examination(WAITS, LATE, WAITS)] * 2, 1),
+        ([examination(WAITS, LATE, WAITS)] * 2, (1,)),
         ([examination(WAITS, LATE, WAITS), examination(WAITS, WAITS, LATE)], None),
         # several nodes: only the late rank's own node sees it arrive last
-        ([examination(WAITS, WAITS, WAITS, LATE, hosts="aabb", a=[-1, -1], b=[3, 3])], 3),
-        ([examination(WAITS, WAITS, WAITS, LATE, hosts="aabb", a=[0, 0], b=[3, 3])], None),
-        ([examination(WAITS, WAITS, WAITS, LATE, hosts="aabb", a=[-1, -1], b=[-1, -1])], None),
-        ([examination(WAITS, WAITS, LATE, hosts="aab", a=[-1, -1])], None),
-        ([examination(WAITS, WAITS, LATE, hosts="aab", a=[-1, -1])] * 2, 2),
+        ([examination(WAITS, WAITS, WAITS, LATE, hosts="aabb", a=[[], []], b=[[3], [3]])], (3,)),
+        ([examination(WAITS, WAITS, WAITS, LATE, hosts="aabb", a=[[0], [0]], b=[[3], [3]])], None),
+        ([examination(WAITS, WAITS, WAITS, LATE, hosts="aabb", a=[[], []], b=[[], []])], None),
+        ([examination(WAITS, WAITS, LATE, hosts="aab", a=[[], []])], None),
+        ([examination(WAITS, WAITS, LATE, hosts="aab", a=[[], []])] * 2, (2,)),
     ],
 )
-def test_all_witnesses_have_to_name_the_same_rank(examinations: list[Examination], rank: int | None) -> None:
-    slow = slow_rank(examinations, since_start=True)
-    assert (slow.rank if slow is not None else None) == rank
+def test_all_witnesses_have_to_name_the_same_ranks(
+    examinations: list[Examination], ranks: tuple[int, ...] | None
+) -> None:
+    slow = slow_ranks(examinations, since_start=True)
+    assert (slow.ranks if slow is not None else None) == ranks
 
 
 def test_same_line_that_takes_longer_is_more_work_or_a_slower_device() -> None:
     late = {FORWARD: 0.5, BACKWARD: 0.4, ALL_REDUCE: 0.1}
     other = {FORWARD: 0.3, BACKWARD: 0.4, ALL_REDUCE: 0.3}
-    slow = slow_rank([examination(other, late, other, a=[1, 1])], since_start=True)
+    slow = slow_ranks([examination(other, late, other, a=[[1], [1]])], since_start=True)
     assert slow is not None and slow.why == " (1.7 times as long: more work, or a slower device)"
