@@ -236,10 +236,9 @@ class SlowMonitor:
     def _say_end(self, slow: SlowRanks, now: float) -> None:
         self._end_spell(now)
         self._note("")
-        usual = f"{self._times.usual_s:.3g} s a {self._unit}"
-        say(
-            f"back to {usual}: {rank_words(slow.ranks)} no longer {'slows' if len(slow.ranks) == 1 else 'slow'} the job down"
-        )
+        slows = "slows" if len(slow.ranks) == 1 else "slow"
+        pace = f"{self._times.usual_s:.3g} s a {self._unit}"
+        say(f"back to {pace}: {rank_words(slow.ranks)} no longer {slows} the job down")
 
     def _end_spell(self, now: float) -> None:
         if self._slow is None:
