@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.qa.slow_cases import CASES, Case
-from tests.qa.slow_outside import ACTORS, Scene
+from tests.qa.slow_outside import ACTORS, CONTROLLERS, TAKE_ROOT, Scene
 from tests.support import cgroups, netns
 from tests.support.jobs import Job, Result
 
@@ -159,12 +159,12 @@ def cannot(case: Case) -> str:
     """Returns why the case can't run here; empty if it can."""
     if case.nodes > 1 and (reason := netns.cannot()):
         return reason
-    if case.needs and (reason := cgroups.cannot(case.needs)):
+    controller = CONTROLLERS.get(case.outside)
+    if controller is not None and (reason := cgroups.cannot(controller)):
         return reason
-    if case.root and os.getuid():
-        return "takes root"
-    cores = len(os.sched_getaffinity(0))
-    return f"takes {case.cores} CPUs" if cores < case.cores else ""
+    if case.outside in TAKE_ROOT and os.getuid():
+        return f"{case.outside} takes root"
+    return "takes two CPUs" if case.alone and len(os.sched_getaffinity(0)) < 2 else ""
 
 
 # --- running ----------------------------------------------------------------------------------------------------------

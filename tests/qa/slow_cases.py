@@ -18,15 +18,13 @@ class Case:
     """A job. Healthy ones have no share.
 
     Attributes:
-        how: What the program does; the planted lines have the comment ``# SLOW: <how>``.
+        how: What the program does. The planted lines have the comment ``# SLOW: <how>``; without any, none is at fault.
         extra: Seconds that the planted rank loses in each step (``stops``: while it is stopped).
         share: Share by which the plant lengthens a step, approximately.
-        line: False if no line of the program is at fault.
         reasons: Reasons that are right; "" stands for none.
         also: Other ranks that may be named.
         outside: What slows the rank down from outside, a name in ``slow_outside.ACTORS``.
         limit: Its strength: a share of a CPU, a number of disk accesses per second, or Mbit/s.
-        needs: A cgroup controller.
         slow_links: Node → (seconds of delay, share of lost frames), from the start.
         alone: It takes a CPU, so it can't run beside others.
     """
@@ -40,18 +38,14 @@ class Case:
     share: float = 0.0
     words: tuple[str, ...] = ()
     from_start: bool = False
-    line: bool = True
     reasons: tuple[str, ...] = ("",)
     also: tuple[int, ...] = ()
     nodes: int = 1
     exec: bool = False
     outside: str = ""
     limit: float = 0.0
-    needs: str = ""
-    root: bool = False
     slow_links: tuple[tuple[int, float, float], ...] = ()
     alone: bool = False
-    cores: int = 1
 
     @property
     def planted(self) -> bool:
@@ -64,7 +58,7 @@ class Case:
     @cached_property
     def lines(self) -> dict[int, str]:
         """Planted lines, each with its function; empty if no line is at fault."""
-        return planted_lines(self.script, self.how) if self.line and self.planted else {}
+        return planted_lines(self.script, self.how) if self.how and self.planted else {}
 
     @property
     def right_ranks(self) -> frozenset[int]:
@@ -73,7 +67,7 @@ class Case:
 
 def planted_lines(script: Path, how: str) -> dict[int, str]:
     text = script.read_text()
-    marks = {number: line.partition(MARK)[2].split(", ") for number, line in enumerate(text.splitlines(), 1)}
+    marks = {n: line.partition(MARK)[2].split(", ") for n, line in enumerate(text.splitlines(), 1) if MARK in line}
     functions = [
         node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     ]
@@ -117,9 +111,9 @@ _PLANTED = (
     Case("fsdp-collate-100-start", "sharded", 3, 0, "collate", 0.17, 1.0, from_start=True),
     Case("pipe-forward-50", "pipe", 3, 1, "forward", 0.08, 0.50),
     Case("pipe-forward-100-start", "pipe", 4, 3, "forward", 0.17, 1.0, ("--gpipe",), from_start=True),
-    Case("pipe-uneven", "pipe", 3, 1, "uneven", share=0.60, line=False, from_start=True),
+    Case("pipe-uneven", "pipe", 3, 1, "uneven", share=0.60, from_start=True),
     Case("stages-compute-50", "stages", 4, 2, "compute", 0.1, 0.50),
-    Case("stages-uneven", "stages", 3, 0, "uneven", share=0.50, line=False, from_start=True),
+    Case("stages-uneven", "stages", 3, 0, "uneven", share=0.50, from_start=True),
     Case("grid-shard-25", "grid", 4, 3, "shard", 0.04, 0.25),
     Case("grid-read-50-start", "grid", 8, 4, "read", 0.09, 0.50, from_start=True),
     Case("solver-boundary-25", "solver", 4, 1, "boundary", 0.045, 0.25),
@@ -127,17 +121,18 @@ _PLANTED = (
     Case("solver-boundary-50-exec", "solver", 3, 2, "boundary", 0.08, 0.50, ("--reduce-only",), exec=True),
     Case("nodes-augment-25", "vision", 4, 3, "augment", 0.035, 0.25, nodes=2),
     Case("nodes-forward-100-start", "sharded", 4, 1, "forward", 0.17, 1.0, from_start=True, nodes=2),
+    Case("nodes-compute-25", "wide", 4, 2, "compute", 0.045, 0.25, nodes=2),
     # with a reason that isn't in the script
     Case("collector-release-50", "replay", 3, 1, "release", share=0.50, reasons=GARBAGE),
     Case("collector-manual-25-start", "replay", 2, 0, "manual", share=0.25, reasons=GARBAGE, from_start=True),
-    Case("gil-50", "background", 2, 1, "gil", 0.02, 0.50, line=False),
-    Case("gil-25-start", "background", 3, 2, "gil", 0.012, 0.25, line=False, from_start=True),
+    Case("gil-50", "background", 2, 1, "gil", 0.02, 0.50),
+    Case("gil-25-start", "background", 3, 2, "gil", 0.012, 0.25, from_start=True),
     Case("log-pipe-50", "background", 3, 0, "pipe", 0.1, 0.50, reasons=("", *DISK)),
     Case("page-faults-50", "tokens", 3, 2, "faults", 0.09, 0.50, reasons=MEMORY),
     Case("page-faults-25-start", "tokens", 4, 0, "faults", 0.05, 0.25, reasons=MEMORY, from_start=True),
-    Case("swap-50", "tokens", 2, 1, "swap", share=0.50, reasons=MEMORY, outside="swap", root=True),
-    Case("disk-read-50", "shards", 3, 1, "read", share=0.50, reasons=DISK, outside="disk", limit=40, needs="io"),
-    Case("disk-sync-50", "shards", 2, 0, "fsync", share=0.50, reasons=DISK, outside="disk", limit=30, needs="io"),
+    Case("swap-50", "tokens", 2, 1, "swap", share=0.50, reasons=MEMORY, outside="swap"),
+    Case("disk-read-50", "shards", 3, 1, "read", share=0.50, reasons=DISK, outside="disk", limit=40),
+    Case("disk-sync-50", "shards", 2, 0, "fsync", share=0.50, reasons=DISK, outside="disk", limit=30),
     Case(
         "disk-read-100-start",
         "shards",
@@ -148,10 +143,9 @@ _PLANTED = (
         reasons=DISK,
         outside="disk",
         limit=20,
-        needs="io",
         from_start=True,
     ),
-    Case("stops-50", "pinned", 3, 1, "stops", 0.2, 0.50, UNPINNED, line=False, reasons=STOPPED, outside="stops"),
+    Case("stops-50", "pinned", 3, 1, "stops", 0.2, 0.50, UNPINNED, reasons=STOPPED, outside="stops"),
     Case(
         "stops-100-start",
         "pinned",
@@ -161,24 +155,11 @@ _PLANTED = (
         0.4,
         1.0,
         UNPINNED,
-        line=False,
         reasons=STOPPED,
         outside="stops",
         from_start=True,
     ),
-    Case(
-        "quota-50",
-        "pinned",
-        3,
-        2,
-        share=0.50,
-        words=UNPINNED,
-        line=False,
-        reasons=QUOTA,
-        outside="quota",
-        limit=0.25,
-        needs="cpu",
-    ),
+    Case("quota-50", "pinned", 3, 2, share=0.50, words=UNPINNED, reasons=QUOTA, outside="quota", limit=0.25),
     Case(
         "quota-100-start",
         "pinned",
@@ -186,27 +167,24 @@ _PLANTED = (
         1,
         share=1.0,
         words=UNPINNED,
-        line=False,
         reasons=QUOTA,
         outside="quota",
         limit=0.15,
-        needs="cpu",
         from_start=True,
     ),
-    Case("link-50", "wide", 3, 1, share=0.50, line=False, reasons=NETWORK, nodes=3, outside="link", limit=80),
+    Case("link-50", "wide", 3, 1, share=0.50, reasons=NETWORK, nodes=3, outside="link", limit=80),
     Case(
         "link-delay-start",
         "wide",
         3,
         2,
         share=0.50,
-        line=False,
         reasons=NETWORK,
         nodes=3,
         slow_links=((2, 0.02, 0.0),),
         from_start=True,
     ),
-    Case("hog-50", "pinned", 2, 1, share=0.5, outside="hog", line=False, reasons=QUEUE, alone=True, cores=2),
+    Case("hog-50", "pinned", 2, 1, share=0.5, outside="hog", reasons=QUEUE, alone=True),
     Case(
         "hog-50-start",
         "pinned",
@@ -215,14 +193,12 @@ _PLANTED = (
         share=0.5,
         words=("--work=0.06",),
         outside="hog",
-        line=False,
         reasons=QUEUE,
         alone=True,
-        cores=2,
         from_start=True,
     ),
-    Case("threads-50", "pinned", 2, 0, "threads", share=0.5, line=False, reasons=QUEUE, alone=True, cores=2),
-    Case("shared-core-start", "pinned", 3, 1, "together", share=0.3, line=False, reasons=QUEUE, alone=True, cores=2),
+    Case("threads-50", "pinned", 2, 0, "threads", share=0.5, reasons=QUEUE, alone=True),
+    Case("shared-core-start", "pinned", 3, 1, "together", share=0.3, reasons=QUEUE, from_start=True, alone=True),
 )
 
 _HEALTHY = (

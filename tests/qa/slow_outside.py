@@ -169,3 +169,5 @@ def swap(scene: Scene) -> None:
 ACTORS: dict[str, Callable[[Scene], None]] = {
     function.__name__: function for function in (hog, neighbour, bursts, stops, quota, disk, link, swap)
 }
+CONTROLLERS = {"quota": "cpu", "disk": "io"}
+TAKE_ROOT = {"swap", "link"}

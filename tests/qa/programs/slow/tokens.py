@@ -35,8 +35,8 @@ class TokenFile:
     def next_tokens(self, count: int, cost_s: float) -> torch.Tensor:
         enough = time.monotonic() + cost_s
         found = []
-        while len(found) < count or time.monotonic() < enough:
-            self.at = (self.at + 1) % self.pages
+        while len(found) < count or time.monotonic() < enough:  # SLOW: faults
+            self.at = (self.at + 1) % self.pages  # SLOW: faults
             found.append(self.map[self.at * PAGE])  # SLOW: faults
         return torch.tensor(found[:count])
 
@@ -56,8 +56,8 @@ class Table:
 
     def look_up(self, rows: int) -> int:
         total = 0
-        for _ in range(rows):
-            self.at = (self.at + 37 * PAGE) % self.size
+        for _ in range(rows):  # SLOW: swap
+            self.at = (self.at + 37 * PAGE) % self.size  # SLOW: swap
             total += self.memory[self.at]  # SLOW: swap
         return total
 
