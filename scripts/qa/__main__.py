@@ -52,6 +52,9 @@ QUALIFICATIONS = {
     "first-word": Qualification("how soon the right rank is on the screen", 30, script("zoo", "--first-word")),
     "attach": Qualification("the zoo under plain torchrun", 30, script("zoo", "--attach", "--culprit", "1")),
     "alive": Qualification("200 healthy programs that wait, compute or are stopped", 60, script("alive")),
+    "slow": Qualification(
+        "jobs with a slow rank, which must be named, and healthy jobs of an uneven pace", 120, script("slow")
+    ),
     "soak": Qualification("healthy and hung jobs of every rhythm", 30, script("soak")),
     "soak-nodes": Qualification("the same on two nodes", 45, script("soak", "--nodes", "2")),
     "faults": Qualification("the fault matrix", 45, script("faults")),

@@ -145,6 +145,12 @@ class Network:
     def mend(self, number: int) -> None:
         _ip(self._space(), [f"link set n{number} up"])
 
+    def shape(self, number: int, rate: str) -> None:
+        """Limits the node's link to this rate (``10mbit``), in both directions."""
+        for space, device in ((self._space(number), DEVICE), (self._space(), f"n{number}")):
+            words = ["tc", "-n", space, "qdisc", "replace", "dev", device, "root", "tbf"]
+            subprocess.run([*words, "rate", rate, "burst", "64kb", "latency", "400ms"], check=True, capture_output=True)
+
     def on(self, number: int, call: Callable[[], _T]) -> _T:
         """Calls something in a thread that is on this node; sockets made there stay there."""
         found: list[_T] = []
