@@ -275,8 +275,8 @@ _WATCHING = (
     Option(
         "on-suspect",
         *_COMMAND,
-        "Run COMMAND in /bin/sh (for at most 30 s) when an early look finds blocked ranks, with the finding in "
-        "SAFELAUNCH_SUMMARY, _CAUSE, _RANKS, _QUIET_S, _USUAL_S and _RUN_NAME.",
+        "Run COMMAND in /bin/sh (for at most 30 s) when an early look finds blocked ranks, or when a rank slows the job "
+        "down, with the finding in SAFELAUNCH_SUMMARY, _CAUSE, _RANKS and others.",
     ),
     Option(
         "check-every",
