@@ -69,9 +69,8 @@ def files(monkeypatch: pytest.MonkeyPatch) -> OpenFiles:
 def services() -> Services:
     redactor = SimpleNamespace(text=lambda text: text.replace("secret", "[redacted]"))
     context = SimpleNamespace(bundle_dir=Path("/bundles"), redactor=redactor)
-    return Services(
-        cast("JobView", SimpleNamespace(context=context, council=SimpleNamespace(rounds=SimpleNamespace(asking=alone))))
-    )
+    rounds = SimpleNamespace(asking=alone, has_pending_dump=False)
+    return Services(cast("JobView", SimpleNamespace(context=context, council=SimpleNamespace(rounds=rounds))))
 
 
 def ask(services: Services, count: object, command: str = "files") -> Asking:
@@ -122,3 +121,20 @@ def test_service_yields_to_dump_and_ends_with_job(services: Services, files: Ope
     client = ask(services, 3)
     services.finish()
     assert client.value == ServiceAnswer(problem="the job is being stopped")
+
+
+def test_monitors_request_gives_way_to_clients_and_waits_for_them(services: Services, files: OpenFiles) -> None:
+    of_monitor = Asking()
+    services.ask_for_monitor(files, 3, of_monitor.answer)
+    client = ask(services, 4)
+    assert of_monitor.value == ServiceAnswer(problem="another request came")
+    services.ask_for_monitor(files, 5, of_monitor.answer)
+    assert of_monitor.value == ServiceAnswer(problem="this run serves another request")
+    files.go.set()
+    until(lambda: services.busy, "the count")
+    services.tick()
+    assert client.value == ServiceAnswer({0: 4}, "/bundles")
+    services.ask_for_monitor(files, 6, of_monitor.answer)
+    until(lambda: services.busy, "the count for the monitor")
+    services.tick()
+    assert of_monitor.value == ServiceAnswer({0: 6}, "/bundles")

@@ -129,7 +129,7 @@ def _rounded(shares: Mapping[str, float]) -> dict[str, float]:
 
 def _totals(pid: int) -> _Totals | None:
     stat = procstat.read(pid)
-    if stat is None:
+    if stat is None or stat.state in "ZX":
         return None
     queued = text_of(f"/proc/{pid}/task/{pid}/schedstat").split()
     io = dict(line.split(": ") for line in text_of(f"/proc/{pid}/io").splitlines() if ": " in line)

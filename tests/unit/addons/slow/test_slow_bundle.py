@@ -1,0 +1,109 @@
+"""The bundle of a slow rank: its files, its verdict, and what ``diagnose`` prints of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from msgspec.structs import replace
+
+from safelaunch.addons.slow.bundle import FoundSlow, write
+from safelaunch.addons.slow.late_rank import SlowRanks
+from safelaunch.addons.slow.readings import RankReadings
+from safelaunch.addons.slow.reasons import SlowReason
+from safelaunch.addons.slow.service import Examination
+from safelaunch.addons.slow.step_times import Onset
+from safelaunch.cli import diagnose
+from safelaunch.job.paths import Unfinished
+from safelaunch.model import Frame
+from safelaunch.supervise.job_context import JobContext
+from safelaunch.supervise.respond import JobView
+from safelaunch.system.errors import UsageError
+from tests.unit.addons.record.recordings import ALL_REDUCE, AUGMENT, FORWARD, recording
+
+WAITS = {FORWARD: 0.4, ALL_REDUCE: 0.6}
+LATE = {FORWARD: 0.4, AUGMENT: 0.5, ALL_REDUCE: 0.1}
+SLOW = SlowRanks((1,), 0.5, Frame("/home/me/data.py", 12, "augment"), 0.5, 0.0)
+QUEUE = SlowReason("cpu-queue", 0.4, "it waited 40% of the time for a CPU")
+
+
+def job(root: Path) -> JobView:
+    (root / "run").mkdir()
+    context = JobContext(
+        run_name="pretrain",
+        run_dir=root / "run",
+        bundle_dir=root / "bundles",
+        fallback_dir=root / "local",
+        launch={"run_name": "pretrain", "typed": ["train.py"], "torch": "2.13.0", "safelaunch": "0.1.0"},
+        host="a",
+        unfinished=Unfinished(),
+    )
+    progress = SimpleNamespace(step=4400)
+    watch = SimpleNamespace(last_progress=dict.fromkeys(range(3), progress), world_size=3)
+    return cast("JobView", SimpleNamespace(watch=watch, context=context))
+
+
+def found(slow: SlowRanks = SLOW, *, onset: bool = True) -> FoundSlow:
+    seen = recording(WAITS, LATE, WAITS)
+    seen = replace(seen, ranks=[replace(rank, host="a") for rank in seen.ranks])
+    since = Onset(4310, 100.0, 0.48, 0.61) if onset else None
+    readings = [RankReadings(rank, "a", {"cpu-queue": 0.0}) for rank in range(3)]
+    return FoundSlow(slow, since, Examination(seen, readings), 0.61, "step", 1_795_948_920.0)
+
+
+def test_bundle_is_private_complete_and_names_rank_line_onset_cost_and_reason(tmp_path: Path) -> None:
+    verdict, published = write(found(SlowRanks(**{**_fields(SLOW), "reason": QUEUE})), job(tmp_path))
+    names = {path.name for path in published.path.iterdir()}
+    assert names == {
+        *("launch.json", "manifest.json", "readings.json", "record.html", "recording.json", "report.md"),
+        *("stacks.speedscope.json", "verdict.json"),
+    }
+    assert published.path.name.endswith("-slow") and published.path.stat().st_mode & 0o777 == 0o700
+    document = json.loads((published.path / "verdict.json").read_text())
+    assert document["outcome"] == "slow" and document["cause"] == "late-rank" and document["confidence"] == "high"
+    (culprit,) = document["culprits"]
+    assert (culprit["rank"], culprit["host"], culprit["frame"]["line"], culprit["step"]) == (1, "a", 12, 4400)
+    slow = document["slow"]
+    assert (slow["step"], slow["before_s"], slow["now_s"], slow["lost"]) == (4310, 0.48, 0.61, 0.5)
+    assert (slow["reason"], slow["explains"]) == ("cpu-queue", 0.4)
+    assert verdict.summary.endswith("it waited 40% of the time for a CPU.")
+    assert json.loads((published.path / "manifest.json").read_text())["job"]["outcome"] == "slow"
+    assert not list((tmp_path / "run").iterdir())
+
+
+def _fields(slow: SlowRanks) -> dict[str, Any]:
+    return {name: getattr(slow, name) for name in SlowRanks.__slots__}
+
+
+def test_without_a_reason_the_verdict_says_so_and_is_medium(tmp_path: Path) -> None:
+    verdict, _ = write(found(onset=False), job(tmp_path))
+    assert (verdict.confidence, verdict.doubts) == ("medium", ("No counter explains most of the loss.",))
+    assert verdict.summary.startswith("The other ranks wait for rank 1 50% of the time; it spends 50% in")
+    assert verdict.slow and (verdict.slow.step, verdict.slow.since, verdict.slow.reason) == (None, "", "")
+
+
+def test_ranks_that_are_late_together_are_all_named(tmp_path: Path) -> None:
+    verdict, _ = write(found(SlowRanks((0, 1), 0.3)), job(tmp_path))
+    assert [culprit.rank for culprit in verdict.culprits] == [0, 1] and verdict.victims == "2"
+    assert "wait for ranks 0-1 30% of the time; their extra time is spread over many lines" in verdict.summary
+
+
+def test_diagnose_prints_the_stored_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, published = write(found(), job(tmp_path))
+    assert diagnose.main([str(published.path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("a rank slows the job down: late-rank (confidence: medium)")
+    assert "data.py:12" in out
+    assert diagnose.main(["--json", str(published.path)]) == 0
+    assert json.loads(capsys.readouterr().out)["slow"]["step"] == 4310
+
+
+def test_damaged_bundle_is_an_error_not_a_verdict(tmp_path: Path) -> None:
+
+    _, published = write(found(), job(tmp_path))
+    (published.path / "verdict.json").write_text("{")
+    with pytest.raises(UsageError, match="The verdict of this slow rank is missing or damaged"):
+        diagnose.main([str(published.path)])
