@@ -275,7 +275,7 @@ _WATCHING = (
     Option(
         "on-suspect",
         *_COMMAND,
-        "Run COMMAND in /bin/sh (for at most 30 s) when an early look finds blocked ranks, or when a rank slows the job "
+        "Run COMMAND in /bin/sh (for at most 30 s) when an early look finds blocked ranks, or a rank slows the job "
         "down, with the finding in SAFELAUNCH_SUMMARY, _CAUSE, _RANKS and others.",
     ),
     Option(

@@ -129,6 +129,7 @@ def _run(case: alive.Case, how: alive.How, *, keep: bool) -> alive.Answer:
     answer = alive.run(case, scratch, how)
     shown = f"skipped: {answer.skipped}" if answer.skipped else answer.wrong or "unharmed"
     shown += f" [bundle: {answer.suspect}]" if answer.suspect else ""
+    shown += f" [slow: {answer.slow}]" if answer.slow else ""
     shown += f" [word: {answer.word[:90]}]" if answer.word else ""
     print(f"{case.name:<44}{time.monotonic() - begin:>8.1f}  {shown}", flush=True)
     if answer.wrong or keep:

@@ -33,6 +33,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LOOKS = 4  # number of attached dumps in the quiet spell
 WORD = re.compile(r"^safelaunch: quiet for .*?: (.*)\.\.\. watching$", re.MULTILINE)
 ACCUSES = re.compile(r"^safelaunch: .*\bthe job hangs\b.*", re.MULTILINE)
+SLOW = re.compile(r"^safelaunch: (.*the other ranks wait.*)$", re.MULTILINE)
 TORCH_ABORTS_AT_EXIT = "terminate called without an active exception"  # tests/conftest.py
 
 
@@ -70,6 +71,7 @@ class Answer:
     wrong: str = ""
     word: str = ""
     suspect: str = ""  # a bundle of a suspicion, which does no harm
+    slow: str = ""  # message about a slow rank, to be checked by hand
     skipped: str = ""
     looks: int = 0
 
@@ -275,6 +277,7 @@ def _answer(case: Case, results: Sequence[Result], how: How, scratch: Path) -> A
         wrong="; ".join(wrong),
         word=words[-1] if words else "",
         suspect="" if how.attach else ", ".join(ending for ending in endings if ending != "hang"),
+        slow=said[1] if (said := SLOW.search(stderr)) else "",
         looks=len(endings) if how.attach else 0,
     )
 

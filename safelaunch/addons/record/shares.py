@@ -32,6 +32,7 @@ KINDS: tuple[TimeKind, ...] = (
     "script",
 )  # fmt: skip
 WAITS: tuple[TimeKind, ...] = ("collective", "send or receive")
+OWN_CODE = "own code"  # of the user, in a backward pass: if it doesn't run, it doesn't wait for peers
 
 # File (its end, or a directory in its path) and functions of a frame; no functions: any. The first row that matches a
 # frame of the stack wins: a checkpointed forward inside a backward is part of the backward.
@@ -74,6 +75,8 @@ def _kind(stack: Stack) -> tuple[TimeKind, str]:
         return "data loading", "dataset"
     if activity is None and leaving(stack.frames):
         return "script", "exit"
+    if activity == "backward" and _by_frame(stack.called) != "backward":
+        return activity, OWN_CODE  # called by the backward pass
     return (activity, "") if activity is not None else ("script", "")
 
 
@@ -204,7 +207,7 @@ def _split_backward(
     active: dict[CodeLocation, float] = defaultdict(float)
     for number, seconds in main.active:
         active[_place(stacks.activity(number))] += seconds / total_s
-    for place in [place for place in places if place.kind == "backward"]:
+    for place in [place for place in places if place.kind == "backward" and place.what != OWN_CODE]:
         idle = places[place] - active[place]
         if idle <= 0.0:
             continue

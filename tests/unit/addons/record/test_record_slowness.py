@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from safelaunch.addons.record.comparison import compare
 from safelaunch.addons.record.recording import RankRecord, Recording
 from safelaunch.addons.record.slowness import verdict_of
+from safelaunch.model import Frame
 from tests.unit.addons.record.recordings import (
     ALL_REDUCE,
     AUGMENT,
@@ -191,3 +192,12 @@ def test_growth_without_steps_compares_time_shares() -> None:
 def test_equal_recordings_show_no_growth() -> None:
     assert compare(BEFORE, BEFORE).changes == ()
     assert compare(BEFORE, BEFORE).text.endswith("no line takes noticeably longer.")
+
+
+def test_own_code_that_a_backward_pass_calls_does_not_wait_for_peers() -> None:
+    scale = (*BACKWARD, Frame("/home/user/job/ops.py", 7, "Scale.backward"))
+    late = {BACKWARD: 0.1, scale: 0.5, FORWARD: 0.4}
+    rest = {BACKWARD: 0.6, FORWARD: 0.4}
+    found = verdict_of(recording(rest, late, rest, active={BACKWARD: 0.0, scale: 0.0}))
+    assert found.findings[0].kind == "late-rank" and found.findings[0].ranks == (1,)
+    assert "it spends 50% in the backward pass at ops.py:7 (Scale.backward)" in found.findings[0].text
