@@ -18,7 +18,7 @@ class Case:
     """A job. Healthy ones have no share.
 
     Attributes:
-        how: What the program does. The planted lines have the comment ``# SLOW: <how>``; without them, no line is at fault.
+        how: What the program does. Planted lines have the comment ``# SLOW: <how>``; without them, no line is at fault.
         extra: Seconds that the planted rank loses in each step (``stops``: while it is stopped).
         share: Share by which the plant lengthens a step, approximately.
         reasons: Reasons that are right; "" stands for none.
@@ -131,8 +131,8 @@ _PLANTED = (
     Case("page-faults-50", "tokens", 3, 2, "faults", 0.09, 0.50, reasons=MEMORY),
     Case("page-faults-25-start", "tokens", 4, 0, "faults", 0.05, 0.25, reasons=MEMORY, from_start=True),
     Case("swap-50", "tokens", 2, 1, "swap", share=0.50, reasons=MEMORY, outside="swap"),
-    Case("disk-read-50", "shards", 3, 1, "read", share=0.50, reasons=DISK, outside="disk", limit=40),
-    Case("disk-sync-50", "shards", 2, 0, "fsync", share=0.50, reasons=DISK, outside="disk", limit=30),
+    Case("disk-read-50", "shards", 3, 1, "read", share=0.50, reasons=DISK, outside="disk", limit=20),
+    Case("disk-sync-50", "shards", 2, 0, "fsync", share=0.50, reasons=DISK, outside="disk", limit=15),
     Case(
         "disk-read-100-start",
         "shards",
@@ -140,12 +140,13 @@ _PLANTED = (
         2,
         "read",
         share=1.0,
+        words=("--blocks=3",),
         reasons=DISK,
         outside="disk",
-        limit=20,
+        limit=10,
         from_start=True,
     ),
-    Case("stops-50", "pinned", 3, 1, "stops", 0.2, 0.50, UNPINNED, reasons=STOPPED, outside="stops"),
+    Case("stops-50", "pinned", 3, 1, "stops", 0.25, 0.50, UNPINNED, reasons=STOPPED, outside="stops"),
     Case(
         "stops-100-start",
         "pinned",
@@ -159,7 +160,7 @@ _PLANTED = (
         outside="stops",
         from_start=True,
     ),
-    Case("quota-50", "pinned", 3, 2, share=0.50, words=UNPINNED, reasons=QUOTA, outside="quota", limit=0.25),
+    Case("quota-50", "pinned", 3, 2, share=0.50, words=UNPINNED, reasons=QUOTA, outside="quota", limit=0.16),
     Case(
         "quota-100-start",
         "pinned",
