@@ -98,7 +98,7 @@ class Onset:
 
 @dataclass(frozen=True)
 class Score:
-    """How right the reports on a planted job are. ``line`` and ``reason`` are those of the first right report.
+    """How right the reports on a planted job are. ``line`` and ``reason`` are about the first right report.
 
     Attributes:
         wrong: Number of reports that name another rank, or a rank before its onset.
@@ -234,7 +234,6 @@ def _start(stack: ExitStack, scene: Scene, how: How) -> None:
 
 
 def _words(case: Case, how: How, torchrun: Sequence[str], script: Sequence[str | Path]) -> list[str | Path]:
-    """Returns the words after ``safelaunch`` or torchrun."""
     if how.plain:
         return [*torchrun, *script]
     if case.exec:
@@ -289,7 +288,7 @@ def read_onset(scratch: Path) -> Onset | None:
 
 
 def paces(steps: Sequence[tuple[int, float]], onset: Onset | None) -> tuple[float, float]:
-    """Returns the mean time of a step before and after the onset; 0 where there are too few steps."""
+    """Returns the mean time of a step before and after the onset; 0 for too few steps."""
     if not steps or onset is None:
         return 0.0, _pace(steps)
     settled = steps[0][1] + SETTLED_S
@@ -384,7 +383,6 @@ def _is_right(case: Case, report: Report, onset: Onset) -> bool:
 
 
 def _is_right_line(case: Case, report: Report) -> bool:
-    """Returns whether the file, the line and the function are the planted ones."""
     if Path(report.file).name != case.script.name or report.line not in case.lines:
         return False
     return not report.function or report.function.rpartition(".")[2] == case.lines[report.line]
@@ -407,7 +405,7 @@ class Total:
 
 
 def totals(answers: Sequence[Answer]) -> list[Total]:
-    """Returns the totals, with the aims. Lines, reasons and times are those of named ranks."""
+    """Returns the totals, with the aims. Lines, reasons and times count for named ranks only."""
     ran = [answer for answer in answers if answer.counts]
     scores = [answer.score for answer in ran if answer.planted]
     named = [each for each in scores if each.named]
@@ -418,8 +416,8 @@ def totals(answers: Sequence[Answer]) -> list[Total]:
         Total("right rank named", len(named), len(scores), 0.90),
         Total("right rank, of all reports that name one", len(named), len(named) + sum(s.wrong for s in scores), 0.95),
         Total("right line", sum(lines), len(lines), 0.80),
-        Total("right reason, where there is one", sum(reasons), len(reasons), 0.70),
-        Total("no reason, where there is none", sum(not s.invented for s in named), len(named), 0.95),
+        Total("right reason, of jobs that have one", sum(reasons), len(reasons), 0.70),
+        Total("no other reason", sum(not s.invented for s in named), len(named), 0.95),
         Total(f"within {LIMIT_S:g} s or {LIMIT_STEPS} steps", sum(s.in_time for s in named), len(named), 0.90),
         Total("healthy jobs without a report", sum(not answer.reports for answer in healthy), len(healthy), 1.0),
     ]

@@ -18,15 +18,15 @@ class Case:
     """A job. Healthy ones have no share.
 
     Attributes:
-        how: What the program does. The planted lines have the comment ``# SLOW: <how>``; without any, none is at fault.
+        how: What the program does. Planted lines have the comment ``# SLOW: <how>``; without them, no line is at fault.
         extra: Seconds that the planted rank loses in each step (``stops``: while it is stopped).
         share: Share by which the plant lengthens a step, approximately.
         reasons: Reasons that are right; "" stands for none.
-        also: Other ranks that may be named.
+        also: Other ranks that are right.
         outside: What slows the rank down from outside, a name in ``slow_outside.ACTORS``.
         limit: Its strength: a share of a CPU, a number of disk accesses per second, or Mbit/s.
         slow_links: Node → (seconds of delay, share of lost frames), from the start.
-        alone: It takes a CPU, so it can't run beside others.
+        alone: It takes a whole CPU, so it runs when no other job does.
     """
 
     name: str
@@ -123,16 +123,16 @@ _PLANTED = (
     Case("nodes-forward-100-start", "sharded", 4, 1, "forward", 0.17, 1.0, from_start=True, nodes=2),
     Case("nodes-compute-25", "wide", 4, 2, "compute", 0.045, 0.25, nodes=2),
     # with a reason that isn't in the script
-    Case("collector-release-50", "replay", 3, 1, "release", share=0.50, reasons=GARBAGE),
+    Case("collector-release-50", "replay", 3, 1, "release", share=0.50, words=("--held=1200",), reasons=GARBAGE),
     Case("collector-manual-25-start", "replay", 2, 0, "manual", share=0.25, reasons=GARBAGE, from_start=True),
-    Case("gil-50", "background", 2, 1, "gil", 0.02, 0.50),
-    Case("gil-25-start", "background", 3, 2, "gil", 0.012, 0.25, from_start=True),
+    Case("gil-50", "background", 2, 1, "gil", 0.03, 0.50),
+    Case("gil-25-start", "background", 3, 2, "gil", 0.018, 0.25, from_start=True),
     Case("log-pipe-50", "background", 3, 0, "pipe", 0.1, 0.50, reasons=("", *DISK)),
     Case("page-faults-50", "tokens", 3, 2, "faults", 0.09, 0.50, reasons=MEMORY),
     Case("page-faults-25-start", "tokens", 4, 0, "faults", 0.05, 0.25, reasons=MEMORY, from_start=True),
     Case("swap-50", "tokens", 2, 1, "swap", share=0.50, reasons=MEMORY, outside="swap"),
-    Case("disk-read-50", "shards", 3, 1, "read", share=0.50, reasons=DISK, outside="disk", limit=40),
-    Case("disk-sync-50", "shards", 2, 0, "fsync", share=0.50, reasons=DISK, outside="disk", limit=30),
+    Case("disk-read-50", "shards", 3, 1, "read", share=0.50, reasons=DISK, outside="disk", limit=20),
+    Case("disk-sync-50", "shards", 2, 0, "fsync", share=0.50, reasons=DISK, outside="disk", limit=15),
     Case(
         "disk-read-100-start",
         "shards",
@@ -140,12 +140,13 @@ _PLANTED = (
         2,
         "read",
         share=1.0,
+        words=("--blocks=3",),
         reasons=DISK,
         outside="disk",
-        limit=20,
+        limit=10,
         from_start=True,
     ),
-    Case("stops-50", "pinned", 3, 1, "stops", 0.2, 0.50, UNPINNED, reasons=STOPPED, outside="stops"),
+    Case("stops-50", "pinned", 3, 1, "stops", 0.25, 0.50, UNPINNED, reasons=STOPPED, outside="stops"),
     Case(
         "stops-100-start",
         "pinned",
@@ -159,7 +160,7 @@ _PLANTED = (
         outside="stops",
         from_start=True,
     ),
-    Case("quota-50", "pinned", 3, 2, share=0.50, words=UNPINNED, reasons=QUOTA, outside="quota", limit=0.25),
+    Case("quota-50", "pinned", 3, 2, share=0.50, words=UNPINNED, reasons=QUOTA, outside="quota", limit=0.16),
     Case(
         "quota-100-start",
         "pinned",

@@ -1,4 +1,4 @@
-"""What slows a rank down from outside of its job: other processes, signals, quotas, a slow disk or link, swap.
+"""Slows a rank down from outside of its job: other processes, signals, quotas, a slow disk or link, swap.
 
 An actor is called at the onset. It calls ``Scene.begin`` once the cause is there, and returns after ``Scene.ended`` is
 set, having removed it.

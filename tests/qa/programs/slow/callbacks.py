@@ -1,4 +1,4 @@
-"""A small trainer with callbacks, like those of the frameworks."""
+"""A small trainer with callbacks, as frameworks have them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import time
 import torch.distributed
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-AHEAD = 20  # steps that a rank may be ahead of rank 0
+AHEAD = 20  # steps; no rank is so far ahead of rank 0
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Reads tokens from a file that is mapped into memory, and keeps a table of embeddings in memory of its own."""
+"""Reads tokens from a file that is mapped into memory, and embeddings from a table in anonymous memory."""
 
 import ctypes
 import mmap
