@@ -137,7 +137,7 @@ class SlowMonitor:
         self._times = self._times.after(first.last_step_ns / 1e9, first.step or 0)
 
     def _read_collectives(self, now: float) -> None:
-        newest = self._watch.newest_collective if self._watch.is_in_loop else None
+        newest = self._watch.newest_collective if self._watch.has_pulse_only else None
         if newest is None:
             return
         self._unit, self._first_s = "collective", self._first_s or now
