@@ -154,7 +154,7 @@ class _CounterReader:
             if left < 0:
                 self.partial = True
                 break
-            for inode in new.intersection(_inodes(key[0], names)):
+            for inode in new.intersection(socket_inodes(key[0], names)):
                 owned[key][inode] = connections[inode]
                 new.discard(inode)
         return owned
@@ -206,7 +206,7 @@ def _faults(pid: int, without: Collection[int]) -> int:
     return max(0, faults - served)
 
 
-def _inodes(pid: int, descriptors: list[str]) -> Iterator[int]:
+def socket_inodes(pid: int, descriptors: list[str]) -> Iterator[int]:
     for name in descriptors:
         target = link_of(f"/proc/{pid}/fd/{name}")
         if target.startswith("socket:["):

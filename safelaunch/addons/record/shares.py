@@ -264,11 +264,13 @@ def place_share(times: Sequence[RankTime], place: CodeLocation) -> float:
     return mean([time.places.get(place, 0.0) for time in times])
 
 
-def frame_of(times: Sequence[RankTime], place: CodeLocation) -> Frame | None:
+def frame_of(times: Sequence[RankTime], place: CodeLocation, others: Sequence[RankTime] = ()) -> Frame | None:
+    """Returns the line of the place with the largest share; with ``others``, by how much it exceeds theirs."""
     lines: dict[int, float] = defaultdict(float)
-    for time in times:
-        for line, share in time.lines.get(place, {}).items():
-            lines[line] += share
+    for group, sign in ((times, 1.0), (others, -1.0)):
+        for time in group:
+            for line, share in time.lines.get(place, {}).items():
+                lines[line] += sign * share / len(group)
     if not place.file or not lines:
         return None
     return Frame(place.file, max(lines, key=lambda line: lines[line]), place.function)

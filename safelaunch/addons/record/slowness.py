@@ -140,7 +140,7 @@ def _late_ranks(late: Sequence[RankTime], rest: Sequence[RankTime]) -> LateRanks
     if most is None or excess[most] < NAMED * difference:
         return LateRanks(ranks, difference, None, None, 0.0, 0.0)
     shares = place_share(late, most), place_share(rest, most)
-    return LateRanks(ranks, difference, most, frame_of(late, most), *shares)
+    return LateRanks(ranks, difference, most, frame_of(late, most, rest), *shares)
 
 
 def _late(times: Sequence[RankTime]) -> TimeFinding | None:

@@ -57,7 +57,7 @@ def verdict(found: FoundSlow, job: JobView) -> Verdict:
         schema=1,
         outcome="slow",
         cause=CAUSE,
-        confidence="high" if slow.reason is not None else "medium",
+        confidence="high" if slow.reason is not None and slow.link is None else "medium",
         summary=f"{headline(found)}.",
         culprits=tuple(_culprit(rank, found, job) for rank in slow.ranks),
         victims=format_ranks(
@@ -67,7 +67,7 @@ def verdict(found: FoundSlow, job: JobView) -> Verdict:
         ruled_out=(),
         missing=tuple(rank.missing for rank in recording.ranks if rank.missing),
         suggestions=advice(slow),
-        doubts=() if slow.reason is not None else ("No counter explains most of the loss.",),
+        doubts=_doubts(slow),
         run=job.context.run_name,
         host=job.context.host,
         time=_utc(time.time()),
@@ -78,11 +78,18 @@ def verdict(found: FoundSlow, job: JobView) -> Verdict:
     )
 
 
+def _doubts(slow: SlowRanks) -> tuple[str, ...]:
+    if slow.link is not None:
+        return ("All ranks wait equally, so only the connections show the node.",)
+    return () if slow.reason is not None else ("No counter explains most of the loss.",)
+
+
 def _culprit(rank: int, found: FoundSlow, job: JobView) -> Culprit:
     slow, recording = found.slow, found.examination.recording
     record = next((each for each in recording.ranks if each.rank == rank), None)
     progress = job.watch.last_progress.get(rank)
     where = f"spends its extra time in {place(slow.frame)}" if slow.frame is not None else "is slow in many lines"
+    where = "is behind a slow network link" if slow.link is not None else f"{where}{slow.why}"
     return Culprit(
         rank=rank,
         host=record.host if record is not None else "",
@@ -90,7 +97,7 @@ def _culprit(rank: int, found: FoundSlow, job: JobView) -> Culprit:
         process="main",
         frame=slow.frame,
         step=progress.step if progress is not None else None,
-        reason=f"Rank {rank} {where}{slow.why}",
+        reason=f"Rank {rank} {where}",
     )
 
 
@@ -138,6 +145,7 @@ _ADVICE = {
     "memory": "Give the node more memory, so that files stay in its cache, or read less.",
     "garbage-collection": "Call gc.freeze() after the setup, or gc.disable() and gc.collect() every N steps.",
     "gil": "Move that thread's work to a separate process, or to code that releases the GIL.",
+    "network": "Check the node's network card, cable and switch port, and what else uses the link.",
     "gpu-clock": "Check the GPU's temperature, power limit and clocks (nvidia-smi -q -d PERFORMANCE,CLOCK).",
 }
 

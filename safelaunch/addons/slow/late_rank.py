@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from safelaunch.addons.record.recording import Recording
 from safelaunch.addons.record.shares import times_of
 from safelaunch.addons.record.slowness import late_ranks, percent
+from safelaunch.addons.slow.links import BusyConnection, SlowLink, slow_link
 from safelaunch.addons.slow.reasons import SlowReason, reason_of
 from safelaunch.addons.slow.service import Examination
 from safelaunch.model import Frame, rank_words
@@ -36,13 +37,19 @@ class SlowRanks:
     """share of their time in that line"""
     spent_by_others: float = 0.0
     reason: SlowReason | None = None
+    link: SlowLink | None = None
+    """the slow link of their node, for which all ranks wait equally"""
 
     @property
     def words(self) -> str:
-        return f"{self.waits}; {self.spends}{self.why}"
+        return self.waits if self.link is not None else f"{self.waits}; {self.spends}{self.why}"
 
     @property
     def waits(self) -> str:
+        if self.link is not None:
+            where = f"the network link of {self.link.host} ({rank_words(self.ranks)})"
+            busy, elsewhere = percent(self.link.busy), percent(self.link.busy_elsewhere)
+            return f"{where} is slow: data on it waits {busy} of the time to be acknowledged, on the others {elsewhere}"
         return f"the other ranks wait for {rank_words(self.ranks)} {percent(self.lost)} of the time"
 
     @property
@@ -67,10 +74,10 @@ class SlowRanks:
 def slow_ranks(examinations: Sequence[Examination], *, since_start: bool) -> SlowRanks | None:
     """Returns the ranks that all witnesses name; None if any of them differs, or if there is only one."""
     newest, ranks = examinations[-1], named(examinations[-1])
-    if ranks is None or any(named(examination) != ranks for examination in examinations):
+    if any(named(examination) != ranks for examination in examinations) or needs_another(examinations):
         return None
-    if len(examinations) < 2 and not any(newest.late.get(host) for host in _hosts(newest.recording, ranks)):
-        return None
+    if ranks is None:
+        return _behind_slow_link(examinations)
     times = times_of(newest.recording)
     late = late_ranks(times)
     assert late is not None  # named() has them from it
@@ -78,6 +85,33 @@ def slow_ranks(examinations: Sequence[Examination], *, since_start: bool) -> Slo
     if len(ranks) == 1:
         reason = reason_of(ranks[0], late.difference, newest.readings, times, since_start=since_start)
     return SlowRanks(ranks, late.difference, late.frame, late.share, late.share_of_others, reason)
+
+
+def needs_another(examinations: Sequence[Examination]) -> bool:
+    """Returns whether a single examination names ranks without a second witness."""
+    (first, *more), ranks = examinations, named(examinations[0])
+    if more:
+        return False
+    if ranks is None:
+        return link_of(first) is not None
+    return not any(first.late.get(host) for host in _hosts(first.recording, ranks))
+
+
+def link_of(examination: Examination) -> SlowLink | None:
+    connections: dict[str, list[BusyConnection]] = {}
+    for readings in examination.readings:
+        connections.setdefault(readings.host, []).extend(readings.connections)
+    return slow_link(connections)
+
+
+def _behind_slow_link(examinations: Sequence[Examination]) -> SlowRanks | None:
+    links = [link_of(examination) for examination in examinations]
+    newest = links[-1]
+    if newest is None or {link.host if link is not None else "" for link in links} != {newest.host}:
+        return None
+    ranks = tuple(readings.rank for readings in examinations[-1].readings if readings.host == newest.host)
+    reason = SlowReason("network", newest.busy, "its network link is slow")
+    return SlowRanks(tuple(sorted(ranks)), newest.busy - newest.busy_elsewhere, reason=reason, link=newest)
 
 
 def named(examination: Examination) -> tuple[int, ...] | None:

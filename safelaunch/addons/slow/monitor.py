@@ -119,7 +119,7 @@ class SlowMonitor:
         for ranks, lost_s in self._lost_s.items():
             if seconds and lost_s >= WORTH_SAYING * seconds:
                 share = f"{100 * lost_s / seconds:.0f}%"
-                say(f"the other ranks waited {share} of the run's time for {rank_words(ranks)}{self._words[ranks]}")
+                say(f"{share} of the run's time was lost: {self._words[ranks]}")
 
     # --- the pace -----------------------------------------------------------------------------------------------------
 
@@ -187,11 +187,10 @@ class SlowMonitor:
             self._next_s = now - self._first_s + REFUSED_S
 
     def _judge(self, check: _Inquiry) -> None:
-        from safelaunch.addons.slow.late_rank import named, slow_ranks
+        from safelaunch.addons.slow.late_rank import needs_another, slow_ranks
 
         examinations = check.examinations
-        has_arrivals = any(examinations[0].late.values())
-        if len(examinations) == 1 and not has_arrivals and named(examinations[0]) is not None:
+        if needs_another(examinations):
             self._ask(check)  # a second witness
             return
         check.judging = BackgroundTask("slow ranks", lambda: slow_ranks(examinations, since_start=check.onset is None))
@@ -246,7 +245,7 @@ class SlowMonitor:
         spell, self._slow = self._slow, None
         ranks = spell.slow.ranks
         self._lost_s[ranks] = self._lost_s.get(ranks, 0.0) + spell.slow.lost * (now - spell.begin_s)
-        self._words[ranks] = f"; {spell.slow.spends}{spell.slow.why}"
+        self._words[ranks] = spell.slow.words
 
     def _note(self, words: str) -> None:
         self._watch.note(SOURCE, (words,) if words else ())

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import msgspec
 
+from safelaunch.addons.slow.links import BusyConnection, busy_connections, connections_of
 from safelaunch.beacon import garbage
 from safelaunch.capture import cgroups
 from safelaunch.capture.gpu import gpus
 from safelaunch.capture.look import Target
+from safelaunch.capture.sock_diag import TcpConnection
 from safelaunch.capture.worker_server import Unanswered, post_to_python
 from safelaunch.job.process import descendants, process_table
 from safelaunch.leases.inventory import has_driver
@@ -44,6 +46,8 @@ class RankReadings(msgspec.Struct, frozen=True, omit_defaults=True):
     major_faults: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
+    connections: list[BusyConnection] = []
+    """its TCP connections to other nodes"""
     gpu: Gpu | None = None
     """its GPU at the end"""
     gpu_errors: dict[str, int] = {}
@@ -71,11 +75,12 @@ class _Node:
     totals: Mapping[int, _Totals]  # by rank
     cpu_ms: Mapping[tuple[int, int], int]  # (pid, start) of all processes → CPU time
     gpus: Sequence[Gpu]
+    connections: Mapping[int, Mapping[int, TcpConnection]]  # by pid and inode
 
     @classmethod
     def read(cls, ranks: Mapping[int, int]) -> _Node:
         totals = {rank: total for pid, rank in ranks.items() if (total := _totals(pid)) is not None}
-        return cls(time.monotonic(), ranks, totals, _cpu_times(), _gpus())
+        return cls(time.monotonic(), ranks, totals, _cpu_times(), _gpus(), connections_of(ranks))
 
 
 class _Collected(msgspec.Struct, frozen=True):
@@ -118,6 +123,9 @@ def _readings(
         major_faults=last.major_faults - first.major_faults,
         read_bytes=last.read_bytes - first.read_bytes,
         written_bytes=last.written_bytes - first.written_bytes,
+        connections=busy_connections(
+            before.connections[target.pid], after.connections[target.pid], max(after.at_s - before.at_s, 1e-6)
+        ),
         gpu=gpu,
         gpu_errors=_grown(_gpu_of(own, before.gpus), gpu),
     )

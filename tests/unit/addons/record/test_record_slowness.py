@@ -15,6 +15,7 @@ from tests.unit.addons.record.recordings import (
     BACKWARD,
     FORWARD,
     LOADER,
+    MODULE,
     OPTIMIZER,
     OTHER,
     SAVE,
@@ -201,3 +202,11 @@ def test_own_code_that_a_backward_pass_calls_does_not_wait_for_peers() -> None:
     found = verdict_of(recording(rest, late, rest, active={BACKWARD: 0.0, scale: 0.0}))
     assert found.findings[0].kind == "late-rank" and found.findings[0].ranks == (1,)
     assert "it spends 50% in the backward pass at ops.py:7 (Scale.backward)" in found.findings[0].text
+
+
+def test_line_of_a_late_rank_is_the_one_that_differs_most() -> None:
+    often, slow = (Frame("/home/user/job/data.py", line, "augment") for line in (12, 15))
+    late = {(MODULE, often): 0.35, (MODULE, slow): 0.3, ALL_REDUCE: 0.05, FORWARD: 0.3}
+    rest = {(MODULE, often): 0.34, ALL_REDUCE: 0.36, FORWARD: 0.3}
+    (finding,) = verdict_of(recording(rest, late, rest)).findings
+    assert "data.py:15 (augment)" in finding.text

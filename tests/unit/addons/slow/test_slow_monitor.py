@@ -157,7 +157,7 @@ def test_line_at_the_end_says_what_the_run_lost(job: Harness, capfd: pytest.Capt
     said(capfd)
     job.monitor.finish(succeeded=True)
     (line,) = said(capfd)
-    assert "waited 20% of the run's time for rank 1; it spends 30% in train.py:9 (augment)" in line
+    assert "20% of the run's time was lost: the other ranks wait for rank 1 20% of the time; it spends 30% in" in line
 
 
 def test_run_without_a_slow_rank_ends_in_silence(job: Harness, capfd: pytest.CaptureFixture[str]) -> None:
