@@ -89,7 +89,7 @@ def _culprit(rank: int, found: FoundSlow, job: JobView) -> Culprit:
     record = next((each for each in recording.ranks if each.rank == rank), None)
     progress = job.watch.last_progress.get(rank)
     where = f"spends its extra time in {place(slow.frame)}" if slow.frame is not None else "is slow in many lines"
-    where = "is behind a slow network link" if slow.link is not None else f"{where}{slow.why}"
+    where = "has a slow network link" if slow.link is not None else f"{where}{slow.why}"
     return Culprit(
         rank=rank,
         host=record.host if record is not None else "",

@@ -77,7 +77,7 @@ def slow_ranks(examinations: Sequence[Examination], *, since_start: bool) -> Slo
     if any(named(examination) != ranks for examination in examinations) or needs_another(examinations):
         return None
     if ranks is None:
-        return _behind_slow_link(examinations)
+        return _of_slow_link(examinations)
     times = times_of(newest.recording)
     late = late_ranks(times)
     assert late is not None  # named() has them from it
@@ -104,7 +104,7 @@ def link_of(examination: Examination) -> SlowLink | None:
     return slow_link(connections)
 
 
-def _behind_slow_link(examinations: Sequence[Examination]) -> SlowRanks | None:
+def _of_slow_link(examinations: Sequence[Examination]) -> SlowRanks | None:
     links = [link_of(examination) for examination in examinations]
     newest = links[-1]
     if newest is None or {link.host if link is not None else "" for link in links} != {newest.host}:

@@ -1,4 +1,4 @@
-"""What keeps real processes from running, as ``readings.measure`` sees it."""
+"""Readings of real processes that are kept from running: ``readings.measure``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def measured(*pids: int, seconds: float = 1.5) -> list[RankReadings]:
     return measure(targets, "a", stop)
 
 
-def test_stopped_process_is_told_from_a_sleeping_one() -> None:
+def test_stopped_process_differs_from_a_sleeping_one() -> None:
     with running(SLEEP) as asleep, running(SLEEP) as stopped:
         os.kill(stopped, signal.SIGSTOP)
         until(lambda: (procstat.read(stopped) or procstat.Stat(0, "", "", 0, 0, 0, 0)).state == "T", "the stop")
