@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-WINDOW_S, WINDOW_STEPS = 8.0, 8
+WINDOW_S, WINDOW_STEPS = 5.0, 8
 WARM_UP_WINDOWS = 1
 LEAST_WINDOWS = 3  # before a change can be found
 MOST_WINDOWS = 200
