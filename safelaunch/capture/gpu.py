@@ -95,25 +95,61 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     def answer(function: Callable[[], Any]) -> Any:
         return ask(nvml, function)
 
+    def ecc(kind: str) -> Any:
+        return answer(
+            lambda: nvml.nvmlDeviceGetTotalEccErrors(
+                handle, getattr(nvml, f"NVML_MEMORY_ERROR_TYPE_{kind}"), nvml.NVML_VOLATILE_ECC
+            )
+        )
+
     memory = answer(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    rates = answer(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+    remapped = answer(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
     users = processes(nvml, handle)
     return Gpu(
         index=index,
         uuid=answer(lambda: text(nvml.nvmlDeviceGetUUID(handle))),
         name=answer(lambda: text(nvml.nvmlDeviceGetName(handle))),
-        utilisation_percent=answer(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu),
+        utilisation_percent=rates.gpu if rates else None,
+        memory_utilisation_percent=rates.memory if rates else None,
         memory_used_bytes=memory.used if memory else None,
         memory_total_bytes=memory.total if memory else None,
         power_w=answer(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
         temperature_c=answer(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
         sm_clock_mhz=answer(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
-        ecc_errors=answer(
-            lambda: nvml.nvmlDeviceGetTotalEccErrors(
-                handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-            )
-        ),
+        memory_clock_mhz=answer(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)),
+        power_limit_w=answer(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000),
+        clocks_event_reasons=answer(lambda: _clocks_event_reasons(nvml, handle)),
+        ecc_errors=ecc("UNCORRECTED"),
+        corrected_ecc_errors=ecc("CORRECTED"),
+        row_remap_pending=bool(remapped[2]) if remapped else None,
+        row_remap_failed=bool(remapped[3]) if remapped else None,
+        pcie_replays=answer(lambda: nvml.nvmlDeviceGetPcieReplayCounter(handle)),
+        nvlink_errors=answer(lambda: _nvlink_errors(nvml, handle)),
         processes=tuple(_process(user["pid"], user["memory_bytes"]) for user in users) if users is not None else None,
     )
+
+
+# Bit -> the name that ``nvidia-smi --query-gpu=clocks_event_reasons.NAME`` uses.
+_CLOCKS_EVENT_REASONS = (
+    "gpu_idle", "applications_clocks_setting", "sw_power_cap", "hw_slowdown", "sync_boost", "sw_thermal_slowdown",
+    "hw_thermal_slowdown", "hw_power_brake_slowdown", "display_clock_setting",
+)  # fmt: skip
+
+
+def _clocks_event_reasons(nvml: Any, handle: Any) -> tuple[str, ...]:
+    try:
+        bits = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+    except (nvml.NVMLError, AttributeError):  # drivers before 535 and their bindings
+        bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+    return tuple(name for bit, name in enumerate(_CLOCKS_EVENT_REASONS) if bits >> bit & 1)
+
+
+def _nvlink_errors(nvml: Any, handle: Any) -> int | None:
+    kinds = ("CRC_FLIT", "CRC_DATA", "REPLAY", "RECOVERY")
+    fields = [getattr(nvml, f"NVML_FI_DEV_NVLINK_{kind}_ERROR_COUNT_TOTAL") for kind in kinds]
+    found = [one.value.ullVal for one in nvml.nvmlDeviceGetFieldValues(handle, fields) if one.nvmlReturn == 0]
+    return sum(found) if found else None
 
 
 # See NVIDIA's "XID Errors". Excluded: records of repaired memory, and recommendations that follow an error.

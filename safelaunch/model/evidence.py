@@ -70,6 +70,15 @@ class Gpu(Record, frozen=True, omit_defaults=False):
     error: str = ""
     uuid: str | None = None
     sm_clock_mhz: float | None = None
+    memory_utilisation_percent: float | None = None  # share of the time in which memory was read or written
+    memory_clock_mhz: float | None = None
+    power_limit_w: float | None = None
+    clocks_event_reasons: tuple[str, ...] | None = None  # what limits the clocks, by nvidia-smi's names
+    corrected_ecc_errors: float | None = None  # since the driver was loaded
+    row_remap_pending: bool | None = None  # a memory row is replaced at the next reset
+    row_remap_failed: bool | None = None  # no spare row is left for a bad one
+    pcie_replays: float | None = None
+    nvlink_errors: float | None = None  # replays, recoveries and CRC errors of all links
 
 
 class Gpus(Record, frozen=True):

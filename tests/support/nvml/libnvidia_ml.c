@@ -3,6 +3,7 @@
  *   gpu INDEX UUID USED_BYTES TOTAL_BYTES       process INDEX PID BYTES
  *   mig INDEX INSTANCE UUID USED TOTAL          migprocess INDEX INSTANCE PID BYTES
  *   fail FUNCTION CODE [INDEX]                  hang FUNCTION
+ *   value INDEX NAME NUMBER                     a reading: one of NAMES; a GPU without it doesn't support the query
  *
  * The file is read at nvmlInit. Return codes and structures are those of nvml.h. */
 #include <stdint.h>
@@ -13,7 +14,13 @@
 
 enum { MOST = 64, OK = 0, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TOO_SMALL = 7, NOT_LOADED = 9, LOST = 15 };
 
+enum { UTILISATION, MEMORY, POWER, POWER_LIMIT, SM_CLOCK, MEMORY_CLOCK, REASONS, CORRECTED, UNCORRECTED, REMAP_PENDING,
+       REMAP_FAILED, REPLAYS, NVLINK, VALUES };
+static const char *NAMES[VALUES] = {"utilisation", "memory", "power", "power_limit", "sm_clock", "memory_clock",
+    "reasons", "corrected", "uncorrected", "remap_pending", "remap_failed", "replays", "nvlink"};
+
 struct device {
+    long long value[VALUES]; /* -1: not supported */
     int index, instance, is_mig, migs;
     char uuid[96];
     unsigned long long used, total;
@@ -55,15 +62,21 @@ static void read_state(void) {
         if (sscanf(line, "gpu %d %95s %llu %llu", &a, word, &used, &total) == 4 && a >= 0 && a < MOST) {
             gpus[a].index = a, gpus[a].used = used, gpus[a].total = total;
             strcpy(gpus[a].uuid, word);
+            memset(gpus[a].value, -1, sizeof gpus[a].value);
+            gpus[a].value[POWER] = 70500, gpus[a].value[MEMORY] = 0;
             if (a >= count) count = a + 1;
         } else if (sscanf(line, "mig %d %d %95s %llu %llu", &a, &b, word, &used, &total) == 5 && a < MOST && b < 8) {
             struct device *mig = &migs[a][b];
             mig->index = a, mig->instance = b, mig->is_mig = 1, mig->used = used, mig->total = total;
             strcpy(mig->uuid, word);
+            memset(mig->value, -1, sizeof mig->value);
             gpus[a].migs = 1;
         } else if (sscanf(line, "process %d %d %llu", &a, &b, &used) == 3) add_process(&gpus[a], b, used);
         else if (sscanf(line, "migprocess %d %d %d %llu", &a, &b, &c, &used) == 4) add_process(&migs[a][b], c, used);
-        else if (sscanf(line, "hang %63s", word) == 1) strcpy(hangs[hang_count++].function, word);
+        else if (sscanf(line, "value %d %95s %llu", &a, word, &used) == 3 && a >= 0 && a < MOST) {
+            for (int i = 0; i < VALUES; i++)
+                if (!strcmp(NAMES[i], word)) gpus[a].value[i] = used;
+        } else if (sscanf(line, "hang %63s", word) == 1) strcpy(hangs[hang_count++].function, word);
         else {
             int found = sscanf(line, "fail %63s %d %d", word, &a, &b);
             if (found < 2) continue;
@@ -133,12 +146,40 @@ int nvmlDeviceGetComputeRunningProcesses_v3(struct device *device, unsigned *siz
 }
 int nvmlDeviceGetUtilizationRates(struct device *device, unsigned rates[2]) {
     ENTER(device->index);
-    rates[0] = device->processes ? 97 : 0, rates[1] = 0;
+    if (device->is_mig || device->migs) return NOT_SUPPORTED;
+    rates[0] = device->value[UTILISATION] >= 0 ? device->value[UTILISATION] : device->processes ? 97 : 0;
+    rates[1] = device->value[MEMORY];
     return OK;
 }
-int nvmlDeviceGetPowerUsage(struct device *device, unsigned *milliwatts) {
+#define ANSWER(name, result) do { \
+    ENTER(device->index); \
+    if (device->value[name] < 0) return NOT_SUPPORTED; \
+    *(result) = device->value[name]; \
+    return OK; } while (0)
+int nvmlDeviceGetPowerUsage(struct device *device, unsigned *milliwatts) { ANSWER(POWER, milliwatts); }
+int nvmlDeviceGetEnforcedPowerLimit(struct device *device, unsigned *milliwatts) { ANSWER(POWER_LIMIT, milliwatts); }
+int nvmlDeviceGetCurrentClocksEventReasons(struct device *device, unsigned long long *bits) { ANSWER(REASONS, bits); }
+int nvmlDeviceGetPcieReplayCounter(struct device *device, unsigned *count) { ANSWER(REPLAYS, count); }
+int nvmlDeviceGetClockInfo(struct device *device, int type, unsigned *mhz) {
+    ANSWER(type == 2 ? MEMORY_CLOCK : SM_CLOCK, mhz);
+}
+int nvmlDeviceGetTotalEccErrors(struct device *device, int type, int counter, unsigned long long *count) {
+    (void)counter;
+    ANSWER(type == 0 ? CORRECTED : UNCORRECTED, count);
+}
+int nvmlDeviceGetRemappedRows(
+    struct device *device, unsigned *corrected, unsigned *uncorrected, unsigned *pending, unsigned *failed) {
+    *corrected = *uncorrected = 0;
+    *pending = device->value[REMAP_PENDING] > 0;
+    ANSWER(REMAP_FAILED, failed);
+}
+struct field { unsigned id, scope; long long timestamp, latency; int type, code; unsigned long long value; };
+int nvmlDeviceGetFieldValues(struct device *device, int size, struct field *fields) { /* one counter of each link */
     ENTER(device->index);
-    *milliwatts = 70500;
+    for (int i = 0; i < size; i++) {
+        fields[i].code = device->value[NVLINK] < 0 || i ? NOT_SUPPORTED : OK;
+        if (!fields[i].code) fields[i].type = 3, fields[i].value = device->value[NVLINK];
+    }
     return OK;
 }
 int nvmlDeviceGetMigMode(struct device *device, unsigned *current, unsigned *pending) {

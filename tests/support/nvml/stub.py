@@ -41,6 +41,11 @@ def library() -> Path | None:
     return directory
 
 
+def values(index: int, **readings: int) -> tuple[str, ...]:
+    """Returns the lines of state for a GPU's readings: ``NAMES`` of the library; power in mW."""
+    return tuple(f"value {index} {name} {number}" for name, number in readings.items())
+
+
 @dataclass(frozen=True)
 class Node:
     """A simulated node. The file ``state`` describes its GPUs; initialising NVML reads it."""
