@@ -25,6 +25,10 @@ class Watched:
         self.last_progress = {0: SimpleNamespace(first_step_ns=first_ns)}
         self.roster = SimpleNamespace(attempt=0)
         self.notes: tuple[str, ...] = ()
+        self.gpus: tuple[Gpu, ...] = ()
+
+    def keep_gpus(self, gpus: tuple[Gpu, ...], at_s: float) -> None:
+        self.gpus = gpus
 
     def targets(self) -> tuple[Any, ...]:
         return ()
@@ -44,7 +48,8 @@ def run(health_: HealthPoller, now: float) -> None:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Note, ...]]:
     """Notes that the next looks return, in order."""
     found: list[tuple[Note, ...]] = []
-    monkeypatch.setattr(health, "find_notes", lambda targets, own: found.pop(0) if found else ())
+    monkeypatch.setattr(health, "read_gpus", lambda: (Gpu(0),))
+    monkeypatch.setattr(health, "notes_on_gpus", lambda gpus, ranks, own: found.pop(0) if found else ())
     return found
 
 
@@ -55,7 +60,7 @@ def test_note_is_printed_once_and_kept(looks: list[tuple[Note, ...]], capfd: pyt
     run(one, 100.0 + HEALTH_AFTER_S - 1)
     assert len(looks) == 3
     run(one, 100.0 + HEALTH_AFTER_S)
-    assert (watch.notes, len(looks)) == ((SHARED.words,), 2)
+    assert (watch.notes, len(looks), watch.gpus) == ((SHARED.words,), 2, (Gpu(0),))
     assert capfd.readouterr().err == f"safelaunch: {SHARED.words} (the job continues)\n"
     run(one, 100.0 + HEALTH_AFTER_S + 5)
     assert len(looks) == 2
