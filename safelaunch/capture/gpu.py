@@ -104,8 +104,16 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     except nvml.NVMLError as error:  # it has fallen off the bus: the most interesting GPU
         return Gpu(index, error=str(error))
 
+    lost: list[str] = []
+
     def answer(function: Callable[[], Any]) -> Any:
-        return ask(nvml, function)
+        try:
+            return function()
+        except AttributeError:
+            return None
+        except nvml.NVMLError as error:
+            lost.extend([str(error)] if error.value == nvml.NVML_ERROR_GPU_IS_LOST else [])
+            return None
 
     def ecc(kind: str) -> Any:
         return answer(
@@ -139,6 +147,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         pcie_replays=answer(lambda: nvml.nvmlDeviceGetPcieReplayCounter(handle)),
         nvlink_errors=answer(lambda: _nvlink_errors(nvml, handle)),
         processes=tuple(_process(user["pid"], user["memory_bytes"]) for user in users) if users is not None else None,
+        error=lost[0] if lost else "",
     )
 
 

@@ -22,7 +22,7 @@ _IDLE, _BUSY, _NO_MEMORY, _MEMORY, _MORE_POWER = 10, 90, 1, 10, 1.5
 _BROKEN = re.compile(r"is lost|fallen off the bus|requires? reset", re.IGNORECASE)
 
 # "": unknown
-Activity = Literal["", "idle", "spins", "computes"]
+GpuActivity = Literal["", "idle", "spins", "computes"]
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class OddGpu:
     """The only GPU that differs from those that spin."""
 
     rank: int
-    activity: Activity
+    activity: GpuActivity
     spinning: tuple[int, ...]
 
 
-def activity_of(reading: Gpu, usual: Gpu | None = None) -> Activity:
+def activity_of(reading: Gpu, usual: Gpu | None = None) -> GpuActivity:
     """Returns what a reading shows. A GPU that is as idle while the job makes steps takes no part."""
     busy, memory = reading.utilisation_percent, reading.memory_utilisation_percent
     if busy is not None and busy < _IDLE:
@@ -61,7 +61,7 @@ def odd_gpu(looks: Sequence[Mapping[int, Gpu]], usual: Mapping[int, Gpu], world_
     return OddGpu(odd[0], same[odd[0]], spinning)
 
 
-def _activities(look: Mapping[int, Gpu], usual: Mapping[int, Gpu]) -> dict[int, Activity]:
+def _activities(look: Mapping[int, Gpu], usual: Mapping[int, Gpu]) -> dict[int, GpuActivity]:
     found = {rank: activity_of(reading, usual.get(rank)) for rank, reading in look.items()}
     power = {rank: look[rank].power_w for rank, activity in found.items() if activity == "spins"}
     first = _highest(power)
@@ -184,7 +184,7 @@ def _error_of(rank: RankEvidence, gpu: GpuUse | None) -> str:
     if gpu is None or len(gpu.looks) < 2:
         return ""
     last, usual = gpu.looks[-1], gpu.usual or Gpu()
-    if all(_BROKEN.search(look.error) for look in gpu.looks):
+    if _BROKEN.search(last.error):
         return f"the driver reports an error of its GPU ({last.error})"
     if (last.ecc_errors or 0) > (usual.ecc_errors or 0):
         return "its GPU has uncorrected memory errors"

@@ -95,7 +95,8 @@ def nvml(**functions: Any) -> Any:
         "DeviceGetTotalEccErrors", "DeviceGetComputeRunningProcesses",
     ]  # fmt: skip
     constants = dict.fromkeys(["TEMPERATURE_GPU", "CLOCK_SM", "MEMORY_ERROR_TYPE_UNCORRECTED", "VOLATILE_ECC"], 0) | {
-        "ERROR_LIBRARY_NOT_FOUND": 12
+        "ERROR_LIBRARY_NOT_FOUND": 12,
+        "ERROR_GPU_IS_LOST": 15,
     }
     return SimpleNamespace(
         NVMLError=NvmlError,

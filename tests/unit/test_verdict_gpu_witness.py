@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from safelaunch.model import Gpu, GpuProcess, Gpus, GpuUse
-from safelaunch.verdict.gpu_witness import Activity, activity_of, odd_gpu
+from safelaunch.verdict.gpu_witness import GpuActivity, activity_of, odd_gpu
 
 # utilisation %, memory utilisation %, W
 Reading = tuple[float | None, float | None, float | None]
@@ -38,7 +38,7 @@ def gpu(reading: Reading) -> Gpu:
         (SPINS, IDLE, "spins"),
     ],
 )  # fmt: skip
-def test_activity_of_one_reading(reading: Reading, usual: Reading | None, activity: Activity) -> None:
+def test_activity_of_one_reading(reading: Reading, usual: Reading | None, activity: GpuActivity) -> None:
     assert activity_of(gpu(reading), gpu(usual) if usual is not None else None) == activity
 
 
@@ -67,7 +67,7 @@ def test_activity_of_one_reading(reading: Reading, usual: Reading | None, activi
     ],
 )
 def test_gpu_that_differs_is_the_only_one(
-    readings: list[Reading], world_size: int, odd: tuple[int, Activity] | None
+    readings: list[Reading], world_size: int, odd: tuple[int, GpuActivity] | None
 ) -> None:
     look = {rank: gpu(reading) for rank, reading in enumerate(readings)}
     found = odd_gpu([look, look], {}, world_size)
