@@ -104,9 +104,10 @@ def gpu_differs(facts: CaseFacts) -> Ruling:
 
 def gpu_apart(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     """Names the rank whose GPU differs, if several ranks are at fault."""
-    gpus = _own_gpus(facts)
-    odd = _odd_gpu(facts, gpus) if not facts.gone else None
-    if odd is not None and len(finding.culprits) > 1 and odd.rank in {culprit.rank for culprit in finding.culprits}:
+    at_fault = {culprit.rank for culprit in finding.culprits}
+    gpus = _own_gpus(facts) if len(at_fault) > 1 and not facts.gone else {}
+    odd = _odd_gpu(facts, gpus)
+    if odd is not None and odd.rank in at_fault:
         does = "is idle" if odd.activity == "idle" else "computes"
         yield Annotation(
             f"Only the GPU of rank {odd.rank} {does}, while {_gpus_spin(odd.spinning)}.",
@@ -150,13 +151,16 @@ def _odd_gpu(facts: CaseFacts, gpus: Mapping[int, GpuUse]) -> OddGpu | None:
 
 def _own_gpus(facts: CaseFacts) -> dict[int, GpuUse]:
     # Without GPUs that several ranks or other programs use.
-    found = {rank: gpu for rank, state in facts.ranks.items() if (gpu := _gpu_of(facts, state.evidence)) is not None}
+    here: dict[str, list[GpuUse]] = {}
+    for gpu in facts.evidence.gpus:
+        here.setdefault(gpu.host, []).append(gpu)
+    ranks = ((rank, state.evidence) for rank, state in facts.ranks.items())
+    found = {rank: own for rank, one in ranks if (own := _gpu_of(facts, one, here.get(one.host, []))) is not None}
     owners = sides_of({rank: (gpu.host, gpu.index) for rank, gpu in found.items()})
     return {rank: found[rank] for (rank, *others) in owners.values() if not others and _is_alone(facts, found[rank])}
 
 
-def _gpu_of(facts: CaseFacts, rank: RankEvidence) -> GpuUse | None:
-    here = [gpu for gpu in facts.evidence.gpus if gpu.host == rank.host]
+def _gpu_of(facts: CaseFacts, rank: RankEvidence, here: Sequence[GpuUse]) -> GpuUse | None:
     own = [gpu for gpu in here if gpu.uuid and gpu.uuid == rank.gpu]
     own = own or [gpu for gpu in here if rank.pid in {process.pid for process in gpu.processes}]
     if not own and not any((rank.host, process.pid) in facts.processes for gpu in here for process in gpu.processes):
@@ -166,7 +170,7 @@ def _gpu_of(facts: CaseFacts, rank: RankEvidence) -> GpuUse | None:
 
 def _is_by_number(rank: RankEvidence, gpu: GpuUse) -> bool:
     number = rank.gpu or (str(rank.device) if rank.device is not None else "")
-    is_certain = gpu.uuid == rank.gpu or rank.pid in {process.pid for process in gpu.processes}
+    is_certain = (gpu.uuid and gpu.uuid == rank.gpu) or rank.pid in {process.pid for process in gpu.processes}
     return number == str(gpu.index) and not is_certain
 
 
@@ -183,12 +187,12 @@ def _error_of(rank: RankEvidence, gpu: GpuUse | None) -> str:
         return f"the driver has reported Xid {number[1] if number else ''} of its GPU"
     if gpu is None or len(gpu.looks) < 2:
         return ""
-    last, usual = gpu.looks[-1], gpu.usual or Gpu()
+    last, before = gpu.looks[-1], gpu.usual or gpu.looks[0]
     if _BROKEN.search(last.error):
         return f"the driver reports an error of its GPU ({last.error})"
-    if (last.ecc_errors or 0) > (usual.ecc_errors or 0):
-        return "its GPU has uncorrected memory errors"
-    failed = last.row_remap_failed and not usual.row_remap_failed
+    if last.ecc_errors and before.ecc_errors is not None and last.ecc_errors > before.ecc_errors:
+        return "its GPU has new uncorrected memory errors"
+    failed = last.row_remap_failed and before.row_remap_failed is False
     return "its GPU has no spare row left for a bad one in its memory" if failed else ""
 
 

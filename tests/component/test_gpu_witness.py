@@ -36,7 +36,7 @@ def write(node: stub.Node, readings: State, *lines: str) -> None:
 
 def verdict_of(node: stub.Node, readings: State, *lines: str) -> Verdict:
     """Returns the verdict on ranks that all wait in one call. They made steps before, and their GPUs computed."""
-    write(node, [COMPUTES] * RANKS)
+    write(node, [{**COMPUTES, "uncorrected": 0}] * RANKS)
     usual = read_gpus()
     assert [gpu.utilisation_percent for gpu in usual] == [98] * RANKS
     write(node, readings, *lines)
@@ -61,6 +61,7 @@ def verdict_after(usual: tuple[Gpu, ...]) -> Verdict:
         ([SPINS, COMPUTES, SPINS, SPINS], (), ("gpu-kernel", "medium", [1])),
         ([SPINS, SPINS, SPINS, SPINS], (f"fail nvmlDeviceGetHandleByIndex_v2 {LOST} 2",), ("gpu-lost", "high", [2])),
         ([SPINS, {**SPINS, "uncorrected": 1}, SPINS, SPINS], (), ("gpu-lost", "medium", [1])),
+        ([SPINS, SPINS, SPINS, {**SPINS, "uncorrected": 0}], (), NOBODY),
         ([SPINS, SPINS, SPINS, SPINS], (), NOBODY),
         ([IDLE, IDLE, IDLE, IDLE], (), NOBODY),
         ([SPINS, SPINS, IDLE, IDLE], (), NOBODY),
