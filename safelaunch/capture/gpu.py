@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,12 +29,16 @@ MAX_GPUS = 256
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
-def gpus(*, deadline_s: float = 5.0, python: str = sys.executable) -> Result[Gpus]:
-    """Reads this node's GPUs through NVML; never raises."""
+def gpus(*, deadline_s: float = 5.0, python: str = sys.executable, apart_s: float = 0.0) -> Result[Gpus]:
+    """Reads this node's GPUs through NVML; never raises.
+
+    Args:
+        apart_s: Time between two readings; 0 for a single one.
+    """
 
     def read() -> Gpus:
         # With -m, the working directory comes first on the module path: use this package's, not the user's.
-        argv = [python, "-m", "safelaunch.capture.gpu"]
+        argv = [python, "-m", "safelaunch.capture.gpu", str(apart_s)]
         output = command.run(argv, deadline_s=deadline_s, cwd=_PACKAGE_ROOT)
         if output.timed_out:
             raise CaptureError(f"NVML: no answer within {deadline_s:g} s: the driver might be stuck", kind="timeout")
@@ -67,7 +72,7 @@ def nvidia_smi_text(*, deadline_s: float = 10.0) -> Result[str]:
     return attempt("nvidia-smi", read)
 
 
-def query(nvml: Any) -> Gpus:
+def query(nvml: Any, apart_s: float = 0.0) -> Gpus:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -75,15 +80,22 @@ def query(nvml: Any) -> Gpus:
             return Gpus(missing="no NVIDIA driver on this node (libnvidia-ml.so.1 not found)")
         return Gpus(missing=f"NVML: {error}")
     try:
+        before = _gpus(nvml) if apart_s else ()
+        time.sleep(apart_s)
         return Gpus(
             driver=ask(nvml, lambda: text(nvml.nvmlSystemGetDriverVersion())),
             cuda_driver=ask(nvml, nvml.nvmlSystemGetCudaDriverVersion),
-            gpus=tuple(_gpu(nvml, index) for index in range(min(nvml.nvmlDeviceGetCount(), MAX_GPUS))),
+            gpus=_gpus(nvml),
+            before=before,
         )
     except nvml.NVMLError as error:
         return Gpus(missing=f"NVML: {error}")
     finally:
         ask(nvml, nvml.nvmlShutdown)
+
+
+def _gpus(nvml: Any) -> tuple[Gpu, ...]:
+    return tuple(_gpu(nvml, index) for index in range(min(nvml.nvmlDeviceGetCount(), MAX_GPUS)))
 
 
 def _gpu(nvml: Any, index: int) -> Gpu:
@@ -92,8 +104,23 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     except nvml.NVMLError as error:  # it has fallen off the bus: the most interesting GPU
         return Gpu(index, error=str(error))
 
+    lost: list[str] = []
+
     def answer(function: Callable[[], Any]) -> Any:
-        return ask(nvml, function)
+        try:
+            return function()
+        except AttributeError:
+            return None
+        except nvml.NVMLError as error:
+            lost.extend([str(error)] if error.value == nvml.NVML_ERROR_GPU_IS_LOST else [])
+            return None
+
+    def ecc(kind: str) -> Any:
+        return answer(
+            lambda: nvml.nvmlDeviceGetTotalEccErrors(
+                handle, getattr(nvml, f"NVML_MEMORY_ERROR_TYPE_{kind}"), nvml.NVML_VOLATILE_ECC
+            )
+        )
 
     def ecc(kind: str) -> Any:
         return answer(
@@ -127,6 +154,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         pcie_replays=answer(lambda: nvml.nvmlDeviceGetPcieReplayCounter(handle)),
         nvlink_errors=answer(lambda: _nvlink_errors(nvml, handle)),
         processes=tuple(_process(user["pid"], user["memory_bytes"]) for user in users) if users is not None else None,
+        error=lost[0] if lost else "",
     )
 
 
@@ -183,7 +211,7 @@ def _main() -> int:
     except ImportError:
         reply = Gpus(missing="the Python package nvidia-ml-py is not installed", installed=False)
     else:
-        reply = query(pynvml)
+        reply = query(pynvml, *map(float, sys.argv[1:]))
     print(msgspec.json.encode(reply).decode())
     return 0
 

@@ -12,20 +12,24 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from safelaunch.capture import cgroups, gpu
 from safelaunch.capture.kernel_log import kernel_log
 from safelaunch.capture.result import Result, attempt, within
-from safelaunch.model import Resources
+from safelaunch.model import Gpu, Gpus, Resources
 from safelaunch.system.errors import CaptureError
 from safelaunch.system.files import link_of, text_of
 from safelaunch.system.redaction.redact import shown_env
 
 DEADLINE_S = 6.0  # for each source
+APART_S = 1.2  # between two readings of the GPUs: NVML averages the utilisation over up to a second
+Links = dict[str, dict[str, str | int]]  # of :func:`network`
 Kills = Mapping[str, Mapping[str, int | None] | None]
 
 
@@ -35,6 +39,8 @@ class NodeSubject:
     code_roots: tuple[str, ...] = ()  # directories of that rank's packages
     env: Result[dict[str, str]] | None = None  # initial environment of the rank
     kills: Kills = field(default_factory=dict)  # out-of-memory kills at the job's start, and now
+    usual_gpus: tuple[Gpu, ...] = ()  # reading while the job was stepping
+    links: Links | None = None  # reading when the job became quiet
 
 
 def sources() -> Mapping[str, Callable[[NodeSubject], Result[Any] | None]]:
@@ -43,14 +49,20 @@ def sources() -> Mapping[str, Callable[[NodeSubject], Result[Any] | None]]:
     A source returns None if it doesn't apply.
     """
     return {
-        "gpus": lambda _: gpu.gpus(deadline_s=DEADLINE_S),
+        "gpus": _gpus,
         "nvidia_smi": lambda _: gpu.nvidia_smi_text(deadline_s=DEADLINE_S),
         "kernel_log": lambda _: kernel_log(deadline_s=DEADLINE_S),
         "pressure": lambda _: pressure(),
         "versions": lambda subject: versions(subject.code_roots, pid=subject.pid),
-        "resources": lambda subject: resources(pid=subject.pid, kills=subject.kills),
+        "resources": lambda subject: resources(pid=subject.pid, kills=subject.kills, links=subject.links),
         "env": lambda subject: subject.env,
     }
+
+
+def _gpus(subject: NodeSubject) -> Result[Gpus]:
+    found = gpu.gpus(deadline_s=DEADLINE_S, apart_s=APART_S)
+    value = found.value
+    return replace(found, value=structs.replace(value, usual=subject.usual_gpus)) if value is not None else found
 
 
 # Packages with versions that matter for a hang.
@@ -62,6 +74,9 @@ PACKAGES = (
 )  # fmt: skip
 
 MOST_LINKS = 64
+_ERRORS = ("rx_errors", "tx_errors")
+_PORT_ERRORS = ("link_downed", "link_error_recovery", "symbol_error", "port_rcv_errors", "local_link_integrity_errors")
+_RDMA_ERRORS = ("local_ack_timeout_err", "packet_seq_err", "req_cqe_error", "resp_cqe_error", "rnr_nak_retry_err")
 
 
 def environment_of(pid: int, *, deadline_s: float = 2.0) -> Result[dict[str, str]]:
@@ -102,7 +117,12 @@ def versions(
 
 
 def resources(
-    *, pid: int | None = None, cwd: str | None = None, kills: Kills | None = None, deadline_s: float = 3.0
+    *,
+    pid: int | None = None,
+    cwd: str | None = None,
+    kills: Kills | None = None,
+    links: Links | None = None,
+    deadline_s: float = 3.0,
 ) -> Result[Resources]:
     """Returns memory, load, disks, network and limits of this node and of ``pid``'s cgroup; never raises.
 
@@ -115,13 +135,15 @@ def resources(
         home = cwd or (link_of(f"/proc/{pid}/cwd") if pid is not None else "")
         places = [place for place in ("/dev/shm", "/tmp", home) if place]
         each_s = deadline_s / len(places)
+        links_now = network_within(min(1.0, deadline_s / 3))
         return Resources(
             cpus=os.cpu_count(),
             load=os.getloadavg(),
             memory_bytes=parse_meminfo(text_of("/proc/meminfo")),
             cgroup=cgroups.limits(pid or os.getpid()),
             limits=parse_limits(text_of(f"/proc/{pid}/limits")) if pid is not None else {},
-            network=_network_within(min(1.0, deadline_s / 3)),
+            network=links_now,
+            link_errors=grown(links, links_now) if links is not None else None,
             disks={place: _disk(place, min(each_s, deadline_s - (time.monotonic() - begin))) for place in places},
             out_of_memory_kills=dict(kills or {}),
         )
@@ -201,7 +223,7 @@ def _disk(place: str, deadline_s: float) -> dict[str, int | str]:
     return {"total_bytes": usage.total, "used_bytes": usage.used, "free_bytes": usage.free}
 
 
-def _network_within(deadline_s: float) -> dict[str, dict[str, str | int]]:
+def network_within(deadline_s: float) -> Links:
     # A stuck driver holds the lock that reading the speed takes.
     try:
         return within(deadline_s, "/sys/class/net", network)
@@ -209,24 +231,35 @@ def _network_within(deadline_s: float) -> dict[str, dict[str, str | int]]:
         return {"interfaces": {"state": error.message}}
 
 
-def network(root: Path = Path("/sys/class")) -> dict[str, dict[str, str | int]]:
+def network(root: Path = Path("/sys/class")) -> Links:
     """Returns network interfaces (hardware, or any that is up) and the ports of InfiniBand devices (``mlx5_0/1``).
 
     Each has its known state, speed, MTU and nonzero error counters.
     """
-    links: dict[str, dict[str, str | int]] = {}
+    links: Links = {}
     for path in sorted((root / "net").glob("*")):
         state = text_of(path / "operstate").strip()
         if path.name != "lo" and (state == "up" or (path / "device").exists()):
             numbers = {"speed_mbit": text_of(path / "speed").strip(), "mtu": text_of(path / "mtu").strip()}
             links[path.name] = {"state": state} | {name: int(text) for name, text in numbers.items() if text.isdigit()}
-            links[path.name] |= _counted(path / "statistics", ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped"))
+            links[path.name] |= _counted(path / "statistics", (*_ERRORS, "rx_dropped", "tx_dropped"))
     for path in sorted((root / "infiniband").glob("*/ports/*")):
         state, rate = text_of(path / "state").strip(), text_of(path / "rate").strip()
         port = f"{path.parent.parent.name}/{path.name}"
         links[port] = {"state": state.partition(": ")[2] or state, "rate": rate}
-        links[port] |= _counted(path / "counters", ("link_downed", "symbol_error", "port_rcv_errors"))
+        links[port] |= _counted(path / "counters", _PORT_ERRORS) | _counted(path / "hw_counters", _RDMA_ERRORS)
     return dict(list(links.items())[:MOST_LINKS])
+
+
+def grown(before: Links, now: Links) -> dict[str, dict[str, int]]:
+    """Returns how much each error counter of a link has grown. Dropped packets don't count: healthy links drop some."""
+    counters = (*_ERRORS, *_PORT_ERRORS, *_RDMA_ERRORS)
+    more = {
+        link: {name: int(now[link].get(name, 0)) - int(before[link].get(name, 0)) for name in counters}
+        for link in now.keys() & before.keys()
+    }
+    found = {link: {name: count for name, count in counts.items() if count > 0} for link, counts in more.items()}
+    return {link: counts for link, counts in sorted(found.items()) if counts}
 
 
 def _counted(folder: Path, names: Sequence[str]) -> dict[str, int]:

@@ -27,6 +27,7 @@ from safelaunch.model.evidence import (
     JobCondition,
     JobShape,
     Launched,
+    LinkErrors,
     Lost,
     Manifest,
     Moment,

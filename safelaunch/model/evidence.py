@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from safelaunch.model.ranks import Frame, RankEvidence, Record
 
@@ -89,18 +90,42 @@ class Gpus(Record, frozen=True):
     gpus: tuple[Gpu, ...] = ()
     missing: str = ""  # reason why there is no answer
     installed: bool = True  # the driver's Python package is installed
+    before: tuple[Gpu, ...] = ()  # the first of two readings, about a second before ``gpus``
+    usual: tuple[Gpu, ...] = ()  # last reading while the job was stepping
 
     def uses(self, host: str) -> tuple[GpuUse, ...]:
-        return tuple(GpuUse(host, one.index, one.uuid or "", one.processes) for one in self.gpus if one.processes)
+        """Returns the GPUs with processes, and those with two readings."""
+        usual, before = ({gpu.index: gpu for gpu in reading} for reading in (self.usual, self.before))
+        return tuple(
+            GpuUse(
+                host,
+                one.index,
+                one.uuid or past.uuid or "",
+                one.processes or past.processes or (),
+                tuple(replace(each, processes=None) for each in (before.get(one.index), one) if each is not None),
+                replace(past, processes=None) if past.index >= 0 else None,
+            )
+            for one in self.gpus
+            if (past := usual.get(one.index, Gpu())) and (one.processes or one.index in before)
+        )
 
 
 class GpuUse(Record, frozen=True):
-    """Processes that use the memory of one GPU of ``host``."""
+    """One GPU of ``host``: the processes that use its memory, and its readings during the incident, oldest first."""
 
     host: str
     index: int  # NVML index
     uuid: str = ""
     processes: tuple[GpuProcess, ...] = ()
+    looks: tuple[Gpu, ...] = ()
+    usual: Gpu | None = None  # last reading while the job was stepping
+
+
+class LinkErrors(Record, frozen=True):
+    """Error counters of a node's links that have grown since the job became quiet: link -> counter -> growth."""
+
+    host: str
+    grown: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)
 
 
 class Resources(Record, frozen=True, omit_defaults=False):
@@ -113,10 +138,15 @@ class Resources(Record, frozen=True, omit_defaults=False):
     limits: dict[str, str] = msgspec.field(default_factory=dict)
     # Interface or InfiniBand port (``mlx5_0/1``) -> state, speed, MTU, and error counters that aren't 0.
     network: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+    # The same links -> how much error counters have grown since the job became quiet. None: they weren't read then.
+    link_errors: dict[str, dict[str, int]] | None = None
     # Path -> total, used and free bytes, or a reason.
     disks: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     # The kernel's counts ``at_start`` and ``now``.
     out_of_memory_kills: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    def links(self, host: str) -> tuple[LinkErrors, ...]:
+        return (LinkErrors(host, self.link_errors),) if self.link_errors is not None else ()
 
 
 class NodeFiles(Record, frozen=True):
@@ -289,6 +319,7 @@ class Evidence(Record, frozen=True):
     launched: Launched | None = None  # None: safelaunch didn't start the job
     stopped: tuple[int, ...] = ()  # ranks that their own supervisor stopped before the others were sampled
     gpus: tuple[GpuUse, ...] = ()  # of nodes with a queried driver
+    links: tuple[LinkErrors, ...] = ()  # of nodes whose counters were read twice
     earlier: tuple[tuple[str, ...], ...] | None = None  # GPUs and hosts that each of the last bundles blames
     answer: Answer | None = None  # of the watch, if it sampled the ranks
     work: tuple[str, ...] = ()  # what worked between the last two looks, in words
@@ -522,7 +553,7 @@ class Verdict(Record, frozen=True, omit_defaults=False):
         """Returns the verdict with the fields that identify the job and the time of capture."""
         launched = evidence.launched or Launched()
         known = {"torch": launched.torch, "safelaunch": launched.safelaunch}
-        return msgspec.structs.replace(
+        return replace(
             self,
             run=launched.run_name,
             host=launched.host,

@@ -17,7 +17,7 @@ from safelaunch.capture import collect, gpu, inside, nccl_logs, nccl_ras
 from safelaunch.capture.gather import gather_into
 from safelaunch.capture.kernel_log import since
 from safelaunch.capture.memory_kills import deaths_between, kill_counts, kills_of
-from safelaunch.capture.node import NodeSubject
+from safelaunch.capture.node import Links, NodeSubject
 from safelaunch.capture.pages import read_meta
 from safelaunch.capture.sink import Gate, Sink
 from safelaunch.job.paths import may_be_ours
@@ -25,6 +25,7 @@ from safelaunch.model import (
     Artifact,
     EarlyLook,
     Evidence,
+    Gpu,
     Launched,
     Moment,
     NodeFiles,
@@ -56,6 +57,8 @@ class JobSnapshot:
     notes: tuple[str, ...]
     early: tuple[EarlyLook, ...] = ()
     wrong_results: tuple[WrongResult, ...] = ()
+    usual_gpus: tuple[Gpu, ...] = ()
+    links: Links | None = None
 
 
 def snapshot_of(watch: Watch, exits: Mapping[int, RankExit]) -> JobSnapshot:
@@ -75,7 +78,9 @@ def snapshot_of(watch: Watch, exits: Mapping[int, RankExit]) -> JobSnapshot:
             code_roots=meta.code_roots,
             gpu=meta.gpu,
         )
-    return JobSnapshot(ranks, watch.world_size, watch.notes, watch.early, watch.wrong_results)
+    return JobSnapshot(
+        ranks, watch.world_size, watch.notes, watch.early, watch.wrong_results, watch.usual_gpus, watch.quiet_links
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +168,8 @@ def take_evidence(
     def node(gate: Gate) -> None:
         pid = looks.targets[0].pid if looks.targets else None
         killed = {"at_start": asdict(context.kills_at_start), "now": asdict(kills)}
-        collect_node(context, gate, node_found, NodeSubject(pid, roots, looks.env, killed))
+        subject = NodeSubject(pid, roots, looks.env, killed, snapshot.usual_gpus, snapshot.links)
+        collect_node(context, gate, node_found, subject)
 
     gather_into(staging, {"ranks": ranks, f"node/{context.host}": node}, deadline_s=EVIDENCE_DEADLINE_S * patience)
     looks = newest[0] if newest else replace(looks, taken=context.cleaned(looks.taken))
@@ -199,6 +205,7 @@ def take_evidence(
         time=_now(),
         versions=software(node_files.versions),
         gpus=node_files.gpus.uses(context.host) if node_files.gpus is not None else (),
+        links=node_files.resources.links(context.host) if node_files.resources is not None else (),
     )
     return DraftBundle(evidence, staging, timeline, context, _without_stacks(looks), node_files)
 

@@ -1,21 +1,23 @@
-"""Notes problems that slow a healthy job down: shared GPUs, and other programs' GPU memory."""
+"""Notes problems that slow a healthy job down, and keeps readings of GPUs and links for an incident."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from safelaunch.capture.gpu import gpus
-from safelaunch.capture.look import Target
+from safelaunch.capture.node import Links, network_within
 from safelaunch.leases.inventory import has_driver
 from safelaunch.model import Gpu
 from safelaunch.model.words import size
-from safelaunch.supervise.pollers import Poller
+from safelaunch.supervise.pollers import QUIET_TIMES, Poller
 from safelaunch.supervise.watch.progress import Watch
 from safelaunch.system.console import say
 
 HEALTH_AFTER_S, HEALTH_AGAIN_S = 60.0, 600.0  # after the first step, because the first steps are slow
+LINKS_AFTER_S = 5.0
 MIB = 1 << 20
 NOTICEABLE_BYTES = 256 * MIB  # a CUDA context alone uses that much
 
@@ -27,8 +29,8 @@ class Note:
     words: str
 
 
-class HealthPoller(Poller[tuple[Note, ...]]):
-    """Notes problems in the watch, and prints each new one."""
+class HealthPoller(Poller[tuple[Gpu, ...]]):
+    """Reads the node's GPUs for the watch, notes problems, and prints each new one."""
 
     name, again_s = "health", HEALTH_AGAIN_S
 
@@ -44,23 +46,43 @@ class HealthPoller(Poller[tuple[Note, ...]]):
     def is_due(self, now: float) -> bool:
         return self.has_stepped_for(HEALTH_AFTER_S, now)
 
-    def question(self) -> Callable[[], tuple[Note, ...]]:
-        targets, own = self._watch.targets(), frozenset(self._own_pids())
-        return lambda: find_notes(targets, own)
+    def question(self) -> Callable[[], tuple[Gpu, ...]]:
+        return read_gpus
 
-    def take(self, answer: tuple[Note, ...], now: float) -> None:
-        for note in answer:
+    def take(self, answer: tuple[Gpu, ...], now: float) -> None:
+        self._watch.keep_gpus(answer, now)
+        ranks = {target.rank: target.pid for target in self._watch.targets()}
+        notes = notes_on_gpus(answer, ranks, frozenset(self._own_pids())) if answer else []
+        for note in notes:
             if note.subject not in self._subjects:
                 say(f"{note.words} (the job continues)")
-        self._subjects = frozenset(note.subject for note in answer)
-        self._watch.note(self.name, tuple(note.words for note in answer))
+        self._subjects = frozenset(note.subject for note in notes)
+        self._watch.note(self.name, tuple(note.words for note in notes))
 
 
-def find_notes(targets: Collection[Target], own: Collection[int]) -> tuple[Note, ...]:
+def read_gpus() -> tuple[Gpu, ...]:
     driver = gpus().value if has_driver(os.environ) else None
-    if driver is None:
-        return ()
-    return tuple(notes_on_gpus(driver.gpus, {target.rank: target.pid for target in targets}, own))
+    return driver.gpus if driver is not None else ()
+
+
+class LinkPoller(Poller[Links]):
+    """Reads the error counters of the node's links once the job is quiet."""
+
+    name, again_s = "links", 1.0
+
+    def is_due(self, now: float) -> bool:
+        spell = self._watch.spell(now)
+        return (
+            spell is not None
+            and now - spell.since_s > max(LINKS_AFTER_S, QUIET_TIMES * spell.longest_s)
+            and self._watch.quiet_links is None
+        )
+
+    def question(self) -> Callable[[], Links]:
+        return partial(network_within, 1.0)
+
+    def take(self, answer: Links, now: float) -> None:
+        self._watch.keep_links(answer)
 
 
 def notes_on_gpus(gpus: Sequence[Gpu], ranks: Mapping[int, int], own: Collection[int]) -> list[Note]:

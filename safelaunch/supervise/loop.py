@@ -35,7 +35,7 @@ from safelaunch.supervise.crash import CrashCase
 from safelaunch.supervise.device_notice import DeviceNotice
 from safelaunch.supervise.early import EarlyLooks
 from safelaunch.supervise.failed_rendezvous import advice_on, is_failed_rendezvous
-from safelaunch.supervise.health import HealthPoller
+from safelaunch.supervise.health import HealthPoller, LinkPoller
 from safelaunch.supervise.job_context import job_context
 from safelaunch.supervise.live import ControlServer
 from safelaunch.supervise.monitors import MonitorActions, Monitors
@@ -133,6 +133,7 @@ class Supervisor:
         )
         self._pollers.append(HealthPoller(self._watch, lambda: [process.pid for process in self._processes.all()]))
         self._pollers += PulsePoller(self._watch), BackgroundPoller(self._watch), TracingPoller(self._watch)
+        self._pollers.append(LinkPoller(self._watch))
         self._notices = Notices(
             self._watch,
             self._watch.policy,

@@ -587,7 +587,8 @@ class GpuKernel(Cause, name="gpu-kernel"):
 
     evidence = (
         "The rank's stack is in a synchronization, or its record shows a call that its GPU has not started or "
-        "finished. No peer is missing from the calls that it has started."
+        "finished. No peer is missing from the calls that it has started. If all ranks wait at the same place, two "
+        "readings of all GPUs show it: one is idle or computes, while most others spin (100 % busy, no memory traffic)."
     )
     unlike = (
         ("gpu-lost", "the driver has reported an error"),
@@ -613,7 +614,8 @@ class GpuLost(Cause, name="gpu-lost"):
     """
 
     evidence = (
-        "The kernel log has an Xid of the rank's GPU or of its process, and the rank waits for that GPU or for peers."
+        "The kernel log has an Xid of the rank's GPU or of its process, and the rank waits for that GPU or for peers. "
+        "If all ranks wait at the same place, a GPU that NVML reports as lost, or with new memory errors, counts too."
     )
     unlike = (
         ("gpu-kernel", "the driver has reported no error"),
@@ -889,6 +891,7 @@ class NoRankStandsOut(Cause, name="no-rank-stands-out"):
         ("gpu-kernel", "one rank's GPU holds up the others"),
     )
     advice = _advice(
+        suggestions.LINK_ERRORS,
         suggestions.LATE_JOIN,
         suggestions.ALL_STACKS,
         *suggestions.COMMUNICATION,

@@ -43,6 +43,7 @@ class Doubt(Enum):
         "Nothing shows directly what blocks the ranks: this is what is left after other causes were ruled out.",
     )
 
+    GPUS_ALONE = "state", 1, "Only the readings of the GPUs set the rank apart."
     BRIEFLY_SILENT = "state", 1, "The node had been silent for only a few seconds."
 
     STACKS_ALONE = "calls", 1, "Without sequence numbers, only stacks show what the ranks wait in."
@@ -76,11 +77,14 @@ class Doubt(Enum):
     ORIGIN_UNKNOWN = "others", 1, "The gradients had already been averaged: any rank may have been the first."
     NO_WAIT_SHOWN = "others", 2, "Nothing shows that the other ranks wait for it."
 
+    GPUS_UNREAD = "others", 1, "The GPUs of some ranks were not read, or are shared: one of them may differ as well."
+    LINKS_UNREAD = "others", 1, "The links of some nodes were not read twice: their errors may grow as well."
     SAME_MOMENT = "others", 1, "Ranks of another node failed at the same moment, as far as the two nodes' clocks show."
     NODE_MAY_LIVE = "others", 1, "The node's supervisor is silent, but the node may be up: its ranks may be alive."
     UNCOUNTED_NODES = "others", 1, "Only nodes with safelaunch are counted: one with plain torchrun may have joined."
     NOT_OF_THE_NODE = "others", 1, "Only ranks of one node are behind; their script may be the reason."
 
+    GPU_BY_NUMBER = "rival", 1, "The rank's GPU is known by its number alone, and CUDA and NVML may number differently."
     MISMATCH_TOO = "rival", 1, "Ranks also recorded different operations with the same sequence number."
     CALL_ON_SOME_RANKS = "rival", 1, "A peer waits in a call that only some ranks reach."
     TRANSFER_LEFT_OUT = "rival", 1, "A peer may wait for a send or receive that the rank skipped before it exited."

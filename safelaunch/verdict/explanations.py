@@ -14,8 +14,10 @@ from safelaunch.verdict.causes import CAUSES
 from safelaunch.verdict.findings import Annotation, Finding
 from safelaunch.verdict.framework_frames import frames_apart
 from safelaunch.verdict.gpu_memory import gpu_memory
+from safelaunch.verdict.gpu_witness import gpu_apart
 from safelaunch.verdict.groups import groups_and_gpus
 from safelaunch.verdict.guarding import guards
+from safelaunch.verdict.link_errors import links_failing
 from safelaunch.verdict.node_behind import node_behind
 from safelaunch.verdict.own_words import own_words
 from safelaunch.verdict.remarks import circumstances
@@ -59,6 +61,8 @@ EXPLANATIONS: tuple[tuple[Explanation, ...], ...] = (
         Explanation(steps_made, _UNEVEN),
         Explanation(groups_and_gpus),
         Explanation(node_behind),
+        Explanation(gpu_apart),
+        Explanation(links_failing, frozenset({"no-rank-stands-out"}), needs_culprits=False),
         Explanation(circumstances, needs_culprits=False),
     ),
 )

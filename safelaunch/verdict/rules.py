@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from safelaunch.verdict import (
+    gpu_witness,
     rules_aborted,
     rules_history,
     rules_live,
@@ -169,6 +170,7 @@ QUESTIONS: tuple[Question, ...] = (
             Rule(rules_state.held_up_by_device, ("gpu-lost", "gpu-kernel")),
             Rule(rules_state.odd_one_out, OWN, ("no rank that waits for peers",)),
             Rule(rules_nodes.versions_differ, ("versions-differ",), ("several nodes",)),
+            Rule(gpu_witness.gpu_differs, ("gpu-lost", "gpu-kernel")),
         ),
     ),
     Question("Does nothing stand out?", (Rule(rules_state.no_rank_stands_out, ("no-rank-stands-out",)),)),

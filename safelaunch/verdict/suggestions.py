@@ -333,6 +333,10 @@ GRADIENT_MISSING = _sub_case(
     "step.",
     when=lambda case: case.raised_like(_UNUSED),
 )
+LINK_ERRORS = _sub_case(
+    "Check the link on that node: `ibstat` or `ethtool -S`, the cable and the switch port; `resources.json` has its "
+    "counters. Exclude the node and run again."
+)
 GPU_OF_TWO_RANKS = _sub_case(
     "Several ranks use one GPU: `torch.cuda.set_device(int(os.environ['LOCAL_RANK']))` first, and `map_location='cpu'`."
 )

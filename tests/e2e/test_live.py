@@ -224,10 +224,11 @@ def test_what_slows_a_job_down_is_seen_from_outside(
         roster = Roster(RunPaths(job.runtime / "safelaunch" / f"r{job.process.pid}"))
         watch = Watch(roster, Policy(60, 60, 60, 60), time.monotonic())
         watch.tick(time.monotonic())
-        assert health.find_notes(watch.targets(), ()) == ()
+        assert health.read_gpus() == ()
 
         def seen() -> list[str]:
-            return [note.words for note in health.find_notes(watch.targets(), {first, second})]
+            ranks = {target.rank: target.pid for target in watch.targets()}
+            return [note.words for note in health.notes_on_gpus(health.read_gpus(), ranks, {first, second})]
 
         for name, value in node.environ.items():
             monkeypatch.setenv(name, value)

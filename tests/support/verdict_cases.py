@@ -213,6 +213,15 @@ def nccl_process_in(text: str) -> dict[str, Any]:
     return {**fields, "state": state[0]} if state else fields
 
 
+def gpu_reading_in(text: str) -> dict[str, Any]:
+    """Returns a reading of a GPU, written as ``UTILISATION/MEMORY POWER``, or its error."""
+    match = re.fullmatch(r"(?P<gpu>\d+)/(?P<memory>\d+) (?P<power>\d+)", text)
+    if match is None:
+        return {"error": text}
+    fields = ("utilisation_percent", "memory_utilisation_percent", "power_w")
+    return dict(zip(fields, map(int, match.groups()), strict=True))
+
+
 # Fields whose values have a short form, and how to read it.
 _SHORT: dict[str, Callable[[Any], Any]] = {
     "frames": stack_in,
@@ -222,6 +231,8 @@ _SHORT: dict[str, Callable[[Any], Any]] = {
     "threads": lambda stacks: [stack_in(stack) for stack in stacks],
     "ends": lambda pids: [{"pid": pid, "name": "python"} for pid in pids],
     "processes": lambda texts: [nccl_process_in(text) for text in texts],
+    "looks": lambda texts: [gpu_reading_in(text) for text in texts],
+    "usual": gpu_reading_in,
 }
 
 

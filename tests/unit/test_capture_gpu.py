@@ -9,7 +9,7 @@ from safelaunch.capture import gpu
 from safelaunch.model import Gpu, Gpus
 from tests.support.nvml import stub
 
-NOT_SUPPORTED = 3
+NOT_SUPPORTED, LOST = 3, 15
 
 
 def read(node: stub.Node, monkeypatch: pytest.MonkeyPatch) -> tuple[Gpu, ...]:
@@ -46,6 +46,12 @@ def test_gpu_readings_not_reported_have_no_value(node: stub.Node, monkeypatch: p
     )  # fmt: skip
     assert {name: getattr(one, name) for name in fields} == dict.fromkeys(fields)
     assert one.power_w == 70.5
+
+
+def test_gpu_that_is_lost_between_two_queries(node: stub.Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.write(f"fail nvmlDeviceGetPowerUsage {LOST} 1", gpus=2)
+    whole, lost = read(node, monkeypatch)
+    assert (whole.error, lost.error, lost.power_w) == ("", "GPU is lost", None)
 
 
 def test_gpu_in_mig_mode_has_no_utilisation(node: stub.Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,8 @@ def nvml(**functions: Any) -> Any:
         "DeviceGetTotalEccErrors", "DeviceGetComputeRunningProcesses",
     ]  # fmt: skip
     constants = dict.fromkeys(["TEMPERATURE_GPU", "CLOCK_SM", "MEMORY_ERROR_TYPE_UNCORRECTED", "VOLATILE_ECC"], 0) | {
-        "ERROR_LIBRARY_NOT_FOUND": 12
+        "ERROR_LIBRARY_NOT_FOUND": 12,
+        "ERROR_GPU_IS_LOST": 15,
     }
     return SimpleNamespace(
         NVMLError=NvmlError,
@@ -173,12 +174,24 @@ def test_network_devices_are_read(tmp_path: Path) -> None:
     put("infiniband/mlx5_0/ports/1/state", "1: DOWN\n")
     put("infiniband/mlx5_0/ports/1/rate", "10 Gb/sec (4X SDR)\n")
     put("infiniband/mlx5_0/ports/1/counters/link_downed", "3\n")
+    put("infiniband/mlx5_0/ports/1/hw_counters/packet_seq_err", "2\n")
     assert node.network(tmp_path) == {
         "eth0": {"state": "up", "speed_mbit": 25000, "mtu": 9000, "tx_dropped": 7},
         "ib0": {"state": "down"},
-        "mlx5_0/1": {"state": "DOWN", "rate": "10 Gb/sec (4X SDR)", "link_downed": 3},
+        "mlx5_0/1": {"state": "DOWN", "rate": "10 Gb/sec (4X SDR)", "link_downed": 3, "packet_seq_err": 2},
     }
     assert node.network(tmp_path / "none") == {}
+
+
+def test_growth_of_link_errors() -> None:
+    before: node.Links = {"eth0": {"state": "up", "rx_errors": 5}, "mlx5_0/1": {"state": "ACTIVE"}}
+    now: node.Links = {
+        "eth0": {"state": "up", "rx_errors": 5, "rx_dropped": 70, "mtu": 9000},
+        "mlx5_0/1": {"state": "ACTIVE", "local_ack_timeout_err": 7, "symbol_error": 1},
+        "mlx5_1/1": {"state": "ACTIVE", "symbol_error": 9},
+    }
+    assert node.grown(before, now) == {"mlx5_0/1": {"symbol_error": 1, "local_ack_timeout_err": 7}}
+    assert node.grown(now, before) == node.grown(now, now) == {}
 
 
 def test_versions_of_other_installation_are_read(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import pytest
 from safelaunch.capture.counters import Counters, CpuTime, ProcessCounters
 from safelaunch.model import Gpu, GpuProcess
 from safelaunch.supervise import health
-from safelaunch.supervise.health import HEALTH_AFTER_S, HEALTH_AGAIN_S, HealthPoller, Note
-from safelaunch.supervise.pollers import BackgroundPoller
+from safelaunch.supervise.health import HEALTH_AFTER_S, HEALTH_AGAIN_S, HealthPoller, LinkPoller, Note
+from safelaunch.supervise.pollers import BackgroundPoller, Poller
+from safelaunch.supervise.watch.quiet import Spell
 from safelaunch.supervise.watch.work import Background
 
 SHARED = Note("pid 1", "pid 1, not of this job, holds 40% of GPU 9")
@@ -25,6 +26,10 @@ class Watched:
         self.last_progress = {0: SimpleNamespace(first_step_ns=first_ns)}
         self.roster = SimpleNamespace(attempt=0)
         self.notes: tuple[str, ...] = ()
+        self.gpus: tuple[Gpu, ...] = ()
+
+    def keep_gpus(self, gpus: tuple[Gpu, ...], at_s: float) -> None:
+        self.gpus = gpus
 
     def targets(self) -> tuple[Any, ...]:
         return ()
@@ -33,18 +38,19 @@ class Watched:
         self.notes = notes
 
 
-def run(health_: HealthPoller, now: float) -> None:
-    health_.advance(now)
-    if health_._asking is not None:
-        assert health_._asking.wait(10)
-        health_.advance(now)
+def run(poller: Poller[Any], now: float) -> None:
+    poller.advance(now)
+    if poller._asking is not None:
+        assert poller._asking.wait(10)
+        poller.advance(now)
 
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Note, ...]]:
     """Notes that the next looks return, in order."""
     found: list[tuple[Note, ...]] = []
-    monkeypatch.setattr(health, "find_notes", lambda targets, own: found.pop(0) if found else ())
+    monkeypatch.setattr(health, "read_gpus", lambda: (Gpu(0),))
+    monkeypatch.setattr(health, "notes_on_gpus", lambda gpus, ranks, own: found.pop(0) if found else ())
     return found
 
 
@@ -55,7 +61,7 @@ def test_note_is_printed_once_and_kept(looks: list[tuple[Note, ...]], capfd: pyt
     run(one, 100.0 + HEALTH_AFTER_S - 1)
     assert len(looks) == 3
     run(one, 100.0 + HEALTH_AFTER_S)
-    assert (watch.notes, len(looks)) == ((SHARED.words,), 2)
+    assert (watch.notes, len(looks), watch.gpus) == ((SHARED.words,), 2, (Gpu(0),))
     assert capfd.readouterr().err == f"safelaunch: {SHARED.words} (the job continues)\n"
     run(one, 100.0 + HEALTH_AFTER_S + 5)
     assert len(looks) == 2
@@ -80,6 +86,28 @@ def test_new_attempt_resets_the_poller(looks: list[tuple[Note, ...]]) -> None:
     watch.roster.attempt, watch.last_progress = 1, {}
     run(one, 210.0)
     assert watch.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("quiet_s", "longest_s", "reads"), [(4.0, 0.1, False), (6.0, 0.1, True), (6.0, 4.0, False), (13.0, 4.0, True)]
+)
+def test_links_are_read_once_in_a_quiet_time(quiet_s: float, longest_s: float, reads: bool) -> None:
+    kept: list[object] = []
+    watch = SimpleNamespace(
+        spell=lambda now: Spell(100.0, "steps", longest_s=longest_s),
+        roster=SimpleNamespace(attempt=0),
+        quiet_links=None,
+        keep_links=kept.append,
+    )
+    poller = LinkPoller(watch)  # type: ignore[arg-type]
+    run(poller, 100.0 + quiet_s)
+    assert len(kept) == reads
+    watch.quiet_links = {}
+    run(poller, 200.0)
+    assert len(kept) == reads
+    watch.quiet_links, watch.spell = None, lambda now: None
+    run(poller, 300.0)
+    assert len(kept) == reads, "an announced phase"
 
 
 # --- what is learned of the background --------------------------------------------------------------------------------

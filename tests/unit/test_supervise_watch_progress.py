@@ -17,6 +17,7 @@ from safelaunch.beacon import layout, page
 from safelaunch.capture.counters import Counters
 from safelaunch.capture.pages import Roster
 from safelaunch.job.paths import RunPaths
+from safelaunch.model import Gpu
 from safelaunch.supervise.watch import stall
 from safelaunch.supervise.watch.progress import Watch
 from safelaunch.supervise.watch.stall import Policy
@@ -101,6 +102,37 @@ def test_pause_is_not_learned_although_ranks_count_differently() -> None:
 
 
 IMPATIENT = Policy(stall_s=5.0, startup_s=60.0, max_stall_s=60.0)
+
+
+def test_gpu_reading_is_usual_once_every_rank_has_stepped_since() -> None:
+    watch, ranks = watched()
+    train(watch, ranks, 5)
+    computes, spins = (Gpu(0, power_w=600),), (Gpu(0, power_w=190),)
+    assert watch.usual_gpus == ()
+    watch.keep_gpus(computes, 15.5)
+    assert watch.usual_gpus == ()
+    ranks.step(0, 6, 16.0)
+    watch.tick(16.0)
+    assert watch.usual_gpus == ()
+    ranks.step(1, 6, 16.0)
+    watch.tick(16.0)
+    assert watch.usual_gpus == computes
+    for at_s in (600.0, 1200.0, 1800.0):
+        watch.keep_gpus(spins, at_s)
+    assert watch.usual_gpus == computes
+
+
+def test_link_counters_are_kept_for_one_quiet_time() -> None:
+    watch, ranks = watched()
+    train(watch, ranks, 5)
+    assert watch.quiet_links is None
+    watch.keep_links({"eth0": {"rx_errors": 3}})
+    watch.tick(17.0)
+    assert watch.quiet_links == {"eth0": {"rx_errors": 3}}
+    for rank in (0, 1):
+        ranks.step(rank, 6, 18.0)
+    watch.tick(18.0)
+    assert watch.quiet_links is None
 
 
 class Node:

@@ -25,6 +25,7 @@ from safelaunch.model import (
     Gpus,
     GpuUse,
     Launched,
+    LinkErrors,
     Manifest,
     NcclWitness,
     NodeEvidence,
@@ -34,6 +35,7 @@ from safelaunch.model import (
     RankEvidence,
     RankFile,
     Rendezvous,
+    Resources,
     Verdict,
     WrongResult,
 )
@@ -186,6 +188,7 @@ def read_bundle(root: Path) -> EvidenceSource:
         time=verdict.time or _utc(manifest.written_unix_s),
         versions=verdict.versions or _versions(bundle, manifest.host),
         gpus=_gpus(bundle),
+        links=_links(bundle),
         earlier=manifest.earlier,
     )
     source = bundle.json(SOURCE_FILE, dict[str, str])
@@ -239,6 +242,14 @@ def _gpus(bundle: BundleFolder) -> tuple[GpuUse, ...]:
         with suppress(msgspec.DecodeError, RecursionError):
             uses += from_json(bundle.text(f"node/{name}/gpus.json") or "{}", Gpus).uses(name)
     return tuple(uses)
+
+
+def _links(bundle: BundleFolder) -> tuple[LinkErrors, ...]:
+    links: list[LinkErrors] = []
+    for name in bundle.hosts():
+        with suppress(msgspec.MsgspecError, RecursionError):
+            links += from_json(bundle.text(f"node/{name}/resources.json") or "{}", Resources).links(name)
+    return tuple(links)
 
 
 def _rank(bundle: BundleFolder, number: int, host: str, records: Mapping[int, FlightRecord]) -> RankEvidence:

@@ -66,6 +66,7 @@ def merge(bundles: Sequence[EvidenceSource], names: Sequence[str]) -> EvidenceSo
         launched=next((bundle.evidence.launched for bundle in bundles if bundle.evidence.launched is not None), None),
         stopped=stopped,
         gpus=tuple(gpu for bundle in bundles for gpu in bundle.evidence.gpus),
+        links=tuple(link for bundle in bundles for link in bundle.evidence.links),
     )
     problems = [f"{name}/{text}" for name, bundle in by_name for text in bundle.problems]
     with_nodes = next((name for name, bundle in by_name if bundle.evidence.nodes), "")

@@ -35,6 +35,7 @@ def merge(own: Evidence, others: Sequence[Evidence]) -> Evidence:
         wrong_results=tuple(dict.fromkeys(result for evidence in all_evidence for result in evidence.wrong_results)),
         nccl=next((evidence.nccl for evidence in all_evidence if evidence.nccl is not None), None),
         gpus=tuple(gpu for evidence in all_evidence for gpu in evidence.gpus),
+        links=tuple(link for evidence in all_evidence for link in evidence.links),
         answer=answer,
         work=tuple(item for evidence in all_evidence for item in evidence.work),
         ends=any(evidence.ends for evidence in all_evidence if evidence.answer == answer),

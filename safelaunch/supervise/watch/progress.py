@@ -10,9 +10,10 @@ from msgspec.structs import replace
 from safelaunch.beacon import layout
 from safelaunch.capture.counters import Counters
 from safelaunch.capture.look import Target
+from safelaunch.capture.node import Links
 from safelaunch.capture.pages import AgentEvent, ProgressPage, Roster, Worker
 from safelaunch.job.process import identify
-from safelaunch.model import EarlyLook, JobCondition, Progress, WrongResult
+from safelaunch.model import EarlyLook, Gpu, JobCondition, Progress, WrongResult
 from safelaunch.settings.options import STALL_CEILING_S, STARTUP_MAX_STALL_S, Settings
 from safelaunch.supervise.watch import pulse, quiet, rhythm, stall
 from safelaunch.supervise.watch.strides import Strides
@@ -74,6 +75,8 @@ class Watch:
         self.background = Background()  # of this attempt
         # Start of the quiet time, and counters from shortly after.
         self._quiet: tuple[float, Counters] | None = None
+        self._links: tuple[float, Links] | None = None
+        self._gpus: list[tuple[float, tuple[Gpu, ...]]] = []
         self.state = stall.initial_state(now)
         self._bounds = bounds
         self._given_start = policy.startup_given
@@ -106,6 +109,7 @@ class Watch:
             self._step_rhythm = rhythm.StepRhythm()
             self._pulse = pulse.Pulse()
             self.background, self._quiet = Background(), None
+            self._links, self._gpus = None, []
             self.policy = replace(self.policy, startup_s=self._limits.startup_s, startup_given=self._given_start)
         damaged = self.roster.damaged()
         for rank in damaged:
@@ -340,6 +344,26 @@ class Watch:
 
     def keep_quiet_counters(self, used: Counters) -> None:
         self._quiet = (self._slowest_s, used)
+
+    @property
+    def quiet_links(self) -> Links | None:
+        """Returns the error counters of links, read soon after the job became quiet; None if unknown."""
+        return self._links[1] if self._links is not None and self._links[0] == self._slowest_s else None
+
+    def keep_links(self, links: Links) -> None:
+        self._links = (self._slowest_s, links)
+
+    @property
+    def usual_gpus(self) -> tuple[Gpu, ...]:
+        """Returns the newest reading of the GPUs that a step of every rank followed."""
+        return self._usual_reading[1]
+
+    @property
+    def _usual_reading(self) -> tuple[float, tuple[Gpu, ...]]:
+        return next((reading for reading in reversed(self._gpus) if reading[0] < self._slowest_s), (0.0, ()))
+
+    def keep_gpus(self, gpus: tuple[Gpu, ...], at_s: float) -> None:
+        self._gpus = [self._usual_reading, (at_s, gpus)]
 
     def drop_quiet_counters(self) -> None:
         """Forgets the quiet job's counters after a look, because a rank's response to the look isn't work."""

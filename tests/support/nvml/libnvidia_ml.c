@@ -5,7 +5,8 @@
  *   fail FUNCTION CODE [INDEX]                  hang FUNCTION
  *   value INDEX NAME NUMBER                     a reading: one of NAMES; a GPU without it doesn't support the query
  *
- * The file is read at nvmlInit. Return codes and structures are those of nvml.h. */
+ * The file is read at nvmlInit, and when the GPUs are counted. Lines below a line ``then`` apply from the second count
+ * of a process on. Return codes and structures are those of nvml.h. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -32,7 +33,7 @@ struct rule { char function[64]; int code, index; };
 static struct device gpus[MOST], migs[MOST][8];
 static int count;
 static struct rule fails[MOST], hangs[MOST];
-static int fail_count, hang_count;
+static int fail_count, hang_count, counted;
 
 static int enter(const char *function, int index) {
     for (int i = 0; i < hang_count; i++)
@@ -59,6 +60,7 @@ static void read_state(void) {
     while (file && fgets(line, sizeof line, file)) {
         int a, b, c;
         unsigned long long used, total;
+        if (!strcmp(line, "then\n") && counted < 2) break;
         if (sscanf(line, "gpu %d %95s %llu %llu", &a, word, &used, &total) == 4 && a >= 0 && a < MOST) {
             gpus[a].index = a, gpus[a].used = used, gpus[a].total = total;
             strcpy(gpus[a].uuid, word);
@@ -104,7 +106,7 @@ int nvmlSystemGetDriverVersion(char *text, unsigned size) { ENTER(-1); snprintf(
 int nvmlSystemGetCudaDriverVersion(int *version) { ENTER(-1); *version = 12080; return OK; }
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { return nvmlSystemGetCudaDriverVersion(version); }
 
-int nvmlDeviceGetCount_v2(unsigned *found) { ENTER(-1); *found = count; return OK; }
+int nvmlDeviceGetCount_v2(unsigned *found) { counted++, read_state(); ENTER(-1); *found = count; return OK; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, struct device **device) {
     if ((int)index >= count) return INVALID;
     ENTER((int)index);

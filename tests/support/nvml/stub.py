@@ -46,6 +46,13 @@ def values(index: int, **readings: int) -> tuple[str, ...]:
     return tuple(f"value {index} {name} {number}" for name, number in readings.items())
 
 
+SPINS, IDLE, COMPUTES = (
+    {"utilisation": 100, "memory": 0, "power": 190_000},
+    {"utilisation": 0, "memory": 0, "power": 90_000},
+    {"utilisation": 98, "memory": 40, "power": 600_000},
+)
+
+
 @dataclass(frozen=True)
 class Node:
     """A simulated node. The file ``state`` describes its GPUs; initialising NVML reads it."""
