@@ -122,13 +122,6 @@ def _gpu(nvml: Any, index: int) -> Gpu:
             )
         )
 
-    def ecc(kind: str) -> Any:
-        return answer(
-            lambda: nvml.nvmlDeviceGetTotalEccErrors(
-                handle, getattr(nvml, f"NVML_MEMORY_ERROR_TYPE_{kind}"), nvml.NVML_VOLATILE_ECC
-            )
-        )
-
     memory = answer(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     rates = answer(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
     remapped = answer(lambda: nvml.nvmlDeviceGetRemappedRows(handle))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import Literal
 
 from safelaunch.addons.record.recording import ProcessRecord, RankRecord, Recording, ThreadRecord
+from safelaunch.capture import user_source
 from safelaunch.model import Frame
-from safelaunch.stacks.calls import C10D, LOADER_WAIT, leaving, loader_on_stack, torch_wait, worker_idle
+from safelaunch.stacks.calls import C10D, LOADER_WAIT, LibraryCall, leaving, loader_on_stack, torch_wait, worker_idle
 from safelaunch.stacks.frames import Stack, normal, short
 
 # --- activity of a sampled main thread: computing, waiting for peers, waiting for data --------------------------------
@@ -56,16 +58,26 @@ class Activity:
     frame: Frame | None  # innermost frame of the user's code
 
 
-def activity_of(frames: Sequence[Frame], code_roots: tuple[str, ...] = ()) -> Activity:
+PIPELINE_WAIT = LibraryCall(("/torch/distributed/pipelining/schedules.py",), frozenset({"_wait_batch_p2p"}))
+_WAITS = re.compile(r"\.wait\(")
+
+ReadLine = Callable[[str, int], str | None]
+
+
+def activity_of(
+    frames: Sequence[Frame], code_roots: tuple[str, ...] = (), read_line: ReadLine = user_source.line
+) -> Activity:
     stack = Stack(tuple(frames), code_roots)
-    kind, what = _kind(stack)
+    kind, what = _kind(stack, read_line)
     return Activity(kind, what, stack.user_frame)
 
 
-def _kind(stack: Stack) -> tuple[TimeKind, str]:
+def _kind(stack: Stack, read_line: ReadLine) -> tuple[TimeKind, str]:
     wait = torch_wait(stack)
     if wait is not None:
         return ("send or receive" if wait.kind == "p2p" else "collective"), wait.op
+    if PIPELINE_WAIT.on(stack.frames[:1]):
+        return "send or receive", "a pipeline's transfer"
     if LOADER_WAIT.on(stack.called):
         return "data loading", "DataLoader"
     activity = _by_frame(stack.frames)
@@ -75,9 +87,19 @@ def _kind(stack: Stack) -> tuple[TimeKind, str]:
         return "data loading", "dataset"
     if activity is None and leaving(stack.frames):
         return "script", "exit"
+    if activity is None and _waits_for_work(stack, read_line):
+        return "collective", "wait"
     if activity == "backward" and _by_frame(stack.called) != "backward":
         return activity, OWN_CODE  # called by the backward pass
     return (activity, "") if activity is not None else ("script", "")
+
+
+def _waits_for_work(stack: Stack, read_line: ReadLine) -> bool:
+    """Returns whether the user's line calls ``work.wait()``: no Python frame shows that it is in c10d."""
+    frame = stack.user_frame
+    if frame is None or stack.called:
+        return False
+    return _WAITS.search(read_line(frame.file, frame.line) or "") is not None
 
 
 def _by_frame(frames: Sequence[Frame]) -> TimeKind | None:

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from safelaunch.addons.record.comparison import compare
 from safelaunch.addons.record.recording import RankRecord, Recording
+from safelaunch.addons.record.shares import activity_of
 from safelaunch.addons.record.slowness import verdict_of
 from safelaunch.model import Frame
 from tests.unit.addons.record.recordings import (
@@ -19,6 +20,7 @@ from tests.unit.addons.record.recordings import (
     OPTIMIZER,
     OTHER,
     SAVE,
+    TORCH,
     Stack,
     recorded,
     recording,
@@ -210,3 +212,15 @@ def test_line_of_a_late_rank_is_the_one_that_differs_most() -> None:
     rest = {(MODULE, often): 0.34, ALL_REDUCE: 0.36, FORWARD: 0.3}
     (finding,) = verdict_of(recording(rest, late, rest)).findings
     assert "data.py:15 (augment)" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"), [("    work.wait()", "collective"), ("    time.sleep(1)", "script"), (None, "script")]
+)
+def test_users_line_that_waits_for_its_work_is_a_wait_for_peers(line: str | None, kind: str) -> None:
+    assert activity_of([MODULE], read_line=lambda file, number: line).kind == kind
+
+
+def test_transfer_of_a_pipeline_is_a_wait_for_peers() -> None:
+    wait = Frame(f"{TORCH}/distributed/pipelining/schedules.py", 683, "_wait_batch_p2p")
+    assert activity_of([wait, MODULE]).kind == "send or receive"
