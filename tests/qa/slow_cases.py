@@ -81,7 +81,7 @@ def _function_at(functions: list[ast.FunctionDef], line: int) -> str:
 
 QUEUE, QUOTA, STOPPED, DISK, MEMORY = ("cpu-queue",), ("cpu-quota",), ("stopped",), ("disk",), ("memory",)
 NETWORK, GARBAGE = ("network",), ("garbage-collection",)
-UNPINNED = ("--pin=none",)
+UNPINNED = ("--pin=none", "--work=0.03", "--pause=0.14")
 
 _PLANTED = (
     # datasets, models, optimizers and callbacks under DDP
@@ -123,9 +123,9 @@ _PLANTED = (
     Case("nodes-forward-100-start", "sharded", 4, 1, "forward", 0.17, 1.0, from_start=True, nodes=2),
     Case("nodes-compute-25", "wide", 4, 2, "compute", 0.045, 0.25, nodes=2),
     # with a reason that isn't in the script
-    Case("collector-release-50", "replay", 3, 1, "release", share=0.50, words=("--held=1200",), reasons=GARBAGE),
+    Case("collector-release-50", "replay", 3, 1, "release", share=0.50, reasons=GARBAGE),
     Case("collector-manual-25-start", "replay", 2, 0, "manual", share=0.25, reasons=GARBAGE, from_start=True),
-    Case("gil-50", "background", 2, 1, "gil", 0.03, 0.50),
+    Case("gil-50", "background", 2, 1, "gil", 0.025, 0.50),
     Case("gil-25-start", "background", 3, 2, "gil", 0.018, 0.25, from_start=True),
     Case("log-pipe-50", "background", 3, 0, "pipe", 0.1, 0.50, reasons=("", *DISK)),
     Case("page-faults-50", "tokens", 3, 2, "faults", 0.09, 0.50, reasons=MEMORY),
@@ -146,21 +146,21 @@ _PLANTED = (
         limit=10,
         from_start=True,
     ),
-    Case("stops-50", "pinned", 3, 1, "stops", 0.25, 0.50, UNPINNED, reasons=STOPPED, outside="stops"),
+    Case("stops-50", "pinned", 3, 1, "stops", 0.3, 0.50, UNPINNED, reasons=STOPPED, outside="stops"),
     Case(
         "stops-100-start",
         "pinned",
         2,
         0,
         "stops",
-        0.4,
+        0.55,
         1.0,
         UNPINNED,
         reasons=STOPPED,
         outside="stops",
         from_start=True,
     ),
-    Case("quota-50", "pinned", 3, 2, share=0.50, words=UNPINNED, reasons=QUOTA, outside="quota", limit=0.16),
+    Case("quota-50", "pinned", 3, 2, share=0.50, words=UNPINNED, reasons=QUOTA, outside="quota", limit=0.13),
     Case(
         "quota-100-start",
         "pinned",
@@ -170,19 +170,20 @@ _PLANTED = (
         words=UNPINNED,
         reasons=QUOTA,
         outside="quota",
-        limit=0.15,
+        limit=0.1,
         from_start=True,
     ),
-    Case("link-50", "wide", 3, 1, share=0.50, reasons=NETWORK, nodes=3, outside="link", limit=80),
+    Case("link-50", "wide", 3, 1, share=0.50, reasons=NETWORK, nodes=3, outside="link", limit=160),
     Case(
         "link-delay-start",
         "wide",
         3,
         2,
         share=0.50,
+        words=("--width=256",),
         reasons=NETWORK,
         nodes=3,
-        slow_links=((2, 0.02, 0.0),),
+        slow_links=((2, 0.01, 0.0),),
         from_start=True,
     ),
     Case("hog-50", "pinned", 2, 1, share=0.5, outside="hog", reasons=QUEUE, alone=True),
@@ -198,8 +199,20 @@ _PLANTED = (
         alone=True,
         from_start=True,
     ),
-    Case("threads-50", "pinned", 2, 0, "threads", share=0.5, reasons=QUEUE, alone=True),
-    Case("shared-core-start", "pinned", 3, 1, "together", share=0.3, reasons=QUEUE, from_start=True, alone=True),
+    Case("threads-100", "pinned", 2, 0, "threads", share=1.0, reasons=QUEUE, alone=True),
+    Case(
+        "shared-core-start",
+        "pinned",
+        3,
+        1,
+        "together",
+        0.0,
+        0.3,
+        ("--work=0.1",),
+        reasons=QUEUE,
+        from_start=True,
+        alone=True,
+    ),
 )
 
 _HEALTHY = (

@@ -24,7 +24,7 @@ from tests.support.jobs import Job
 
 SPINS = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**5))"
 PAUSE_S = 0.1
-HOGS = 2
+HOGS = 3
 BURST_S, BURSTS_EVERY_S = 8.0, 45.0
 NEIGHBOUR_S = 5.0
 SWAP_MIB = 64

@@ -3,6 +3,7 @@
 import ctypes
 import fcntl
 import logging
+import random
 import subprocess
 import sys
 import threading
@@ -36,7 +37,7 @@ class Statistics(threading.Thread):
         while True:
             if self.plant.hits("gil"):
                 self.library.usleep(int(1e6 * self.plant.extra_s))
-            time.sleep(0.01)
+            time.sleep(random.uniform(0.002, 0.012))
 
 
 def open_log(plant: planting.Plant, rank: int) -> logging.Logger:

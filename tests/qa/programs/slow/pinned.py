@@ -47,9 +47,9 @@ def main() -> None:
     rank = dist.get_rank()
     plant = planting.Plant(args, rank)
     pin(rank, shares=False)
-    work_s = args.work / 2 if args.how == "together" and rank == 0 else args.work
+    work_s = 0.7 * args.work if args.how == "together" and rank == 0 else args.work
     if args.how == "threads" and rank == args.slow_rank:
-        for _ in range(3):
+        for _ in range(2):
             threading.Thread(target=spin, args=(plant,), daemon=True).start()
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -69,7 +69,7 @@ def main():
         if plant.active and more is not None and gc.get_freeze_count():
             gc.unfreeze()
         buffer.collect(2, 20)
-        if plant.hits("release"):
+        if plant.hits("release") and step % 2:
             release_memory()
         if args.how == "manual" and step % 3 == 0:  # on all ranks, so that they collect at the same time
             gc.collect()  # SLOW: manual
