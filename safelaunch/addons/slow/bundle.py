@@ -51,6 +51,10 @@ def verdict(found: FoundSlow, job: JobView) -> Verdict:
     claims = [Claim(f"{slow.waits[0].upper()}{slow.waits[1:]}", "recording.json")]
     if slow.reason is not None:
         claims.append(Claim(f"{rank_words(slow.ranks)}: {slow.reason.words}", "readings.json"))
+    for readings in found.examination.readings:
+        if readings.rank in slow.ranks:
+            grown = (f"{name.replace('_', ' ')} +{count}" for name, count in readings.gpu_errors.items())
+            claims += [Claim(f"rank {readings.rank}: errors of its GPU: {words}", "readings.json") for words in grown]
     launch = job.context.launch
     typed = launch.get("typed")
     return Verdict(

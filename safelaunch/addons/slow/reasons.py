@@ -29,9 +29,7 @@ _WORDS: Mapping[str, Callable[[str, RankReadings], str]] = {
     "disk": lambda share, _: f"it waited {share} of the time for a disk",
     "garbage-collection": lambda share, _: f"Python's garbage collector took {share} of the time",
     "gil": lambda share, _: f"another of its threads held the GIL {share} of the time",
-    "gpu-clock": lambda share, readings: (
-        f"its GPU's SM clock is {_clock(readings)} MHz, {share} below the other ranks'"
-    ),
+    "gpu-clock": lambda share, readings: f"its GPU's SM clock is {_clock(readings)}, {share} below the other ranks'",
 }
 REASONS = tuple(_WORDS)
 
@@ -46,7 +44,9 @@ class SlowReason:
 
 
 def _clock(readings: RankReadings) -> str:
-    return f"{readings.gpu.sm_clock_mhz:,.0f}" if readings.gpu is not None and readings.gpu.sm_clock_mhz else "?"
+    assert readings.gpu is not None and readings.gpu.sm_clock_mhz
+    limits = f" ({', '.join(readings.gpu.clocks_event_reasons)})" if readings.gpu.clocks_event_reasons else ""
+    return f"{readings.gpu.sm_clock_mhz:,.0f} MHz{limits}"
 
 
 def reason_of(

@@ -16,7 +16,7 @@ from msgspec import Meta
 from safelaunch.addons.record import sampling
 from safelaunch.addons.record.recording import Recording, Sampling
 from safelaunch.addons.record.service import Recorder
-from safelaunch.addons.slow.arrivals import find_straggler
+from safelaunch.addons.slow.arrivals import LEAST_CALLS, find_straggler
 from safelaunch.addons.slow.readings import RankReadings, measure
 from safelaunch.capture.flight_recorder import arrivals_of
 from safelaunch.leases.inventory import has_driver
@@ -100,7 +100,7 @@ def late_by_arrivals(job: JobView, since_unix_s: float) -> tuple[int, ...] | Non
     answers = ask_each(targets, lambda target: arrivals_of(str(target.socket)), deadline_s=ARRIVALS_DEADLINE_S)
     since_ns = int(since_unix_s * 1e9)
     recent = {rank: {call: at for call, at in calls.items() if at >= since_ns} for rank, calls in answers.items()}
-    if sum(bool(calls) for calls in recent.values()) < 2:
+    if sum(len(calls) >= LEAST_CALLS for calls in recent.values()) < 2:
         return None
     straggler = find_straggler(recent)
     if straggler is not None:

@@ -50,7 +50,7 @@ def found(slow: SlowRanks = SLOW, *, onset: bool = True) -> FoundSlow:
     seen = recording(WAITS, LATE, WAITS)
     seen = replace(seen, ranks=[replace(rank, host="a") for rank in seen.ranks])
     since = Onset(4310, 100.0, 0.48, 0.61) if onset else None
-    readings = [RankReadings(rank, "a", {"cpu-queue": 0.0}) for rank in range(3)]
+    readings = [RankReadings(rank, "a", {"cpu-queue": 0.0}, gpu_errors={"pcie_replays": 31}) for rank in range(3)]
     return FoundSlow(slow, since, Examination(seen, readings), 0.61, "step", 1_795_948_920.0)
 
 
@@ -70,6 +70,7 @@ def test_bundle_is_private_complete_and_names_rank_line_onset_cost_and_reason(tm
     assert (slow["step"], slow["before_s"], slow["now_s"], slow["lost"]) == (4310, 0.48, 0.61, 0.5)
     assert (slow["reason"], slow["explains"]) == ("cpu-queue", 0.4)
     assert verdict.summary.endswith("it waited 40% of the time for a CPU.")
+    assert [claim.claim for claim in verdict.evidence][2:] == ["rank 1: errors of its GPU: pcie replays +31"]
     assert json.loads((published.path / "manifest.json").read_text())["job"]["outcome"] == "slow"
     assert not list((tmp_path / "run").iterdir())
 

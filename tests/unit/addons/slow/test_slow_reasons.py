@@ -66,7 +66,10 @@ def test_unknown_is_no_difference() -> None:
     [((1980.0, 1300.0, 1980.0), "gpu-clock"), ((1980.0, 1900.0, 1980.0), ""), ((1300.0, 1300.0, 1300.0), "")],
 )
 def test_slow_clock_is_a_reason_if_the_other_gpus_are_faster(clocks: Sequence[float], kind: str) -> None:
-    seen = [replace(readings(rank), gpu=Gpu(rank, sm_clock_mhz=mhz)) for rank, mhz in enumerate(clocks)]
+    seen = [
+        replace(readings(rank), gpu=Gpu(rank, sm_clock_mhz=mhz, clocks_event_reasons=("sw_power_cap",)))
+        for rank, mhz in enumerate(clocks)
+    ]
     reason = reason_of(1, 0.3, seen, [], since_start=False)
     assert (reason.kind if reason is not None else "") == kind
     assert reason is None or reason.words == "its GPU's SM clock is 1,300 MHz, 34% below the other ranks'"
