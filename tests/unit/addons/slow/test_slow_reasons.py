@@ -72,7 +72,8 @@ def test_slow_clock_is_a_reason_if_the_other_gpus_are_faster(clocks: Sequence[fl
     ]
     reason = reason_of(1, 0.3, seen, [], since_start=False)
     assert (reason.kind if reason is not None else "") == kind
-    assert reason is None or reason.words == "its GPU's SM clock is 1,300 MHz, 34% below the other ranks'"
+    words = "its GPU's SM clock is 1,300 MHz (sw_power_cap), 34% below the other ranks'"
+    assert reason is None or reason.words == words
     unread = [*seen[:2], replace(seen[2], gpu=None)]
     assert reason_of(1, 0.3, unread, [], since_start=False) is None
 
