@@ -220,15 +220,18 @@ def _rival(pid: int, own: Collection[int], before: _Node, after: _Node) -> str:
         if key[0] not in own
     }
     cpus = _cpus(pid)
-    for rival in sorted(used, key=lambda rival: -used[rival])[:8]:
-        if used[rival] < RIVAL_SHARE:
-            break
-        if cpus & _cpus(rival):
-            stat = procstat.read(rival)
-            process = f"{stat.name} (pid {rival})" if stat is not None else f"pid {rival}"
-            name = f"rank {after.ranks[rival]}" if rival in after.ranks else process
-            return f"{name} used {used[rival]:.1f} CPUs"
-    return ""
+
+    def on_its_cpus(rival: int) -> float:
+        allowed = _cpus(rival)
+        return used[rival] * len(cpus & allowed) / max(1, len(allowed))
+
+    busiest = sorted(used, key=lambda rival: -used[rival])[:8]
+    rival = max(busiest, key=on_its_cpus, default=0)
+    if not rival or on_its_cpus(rival) < RIVAL_SHARE:
+        return ""
+    stat = procstat.read(rival)
+    process = f"{stat.name} (pid {rival})" if stat is not None else f"pid {rival}"
+    return f"{f'rank {after.ranks[rival]}' if rival in after.ranks else process} used {used[rival]:.1f} CPUs"
 
 
 def _cpus(pid: int) -> set[int]:
