@@ -107,6 +107,8 @@ def _class_of(node: _NodeRow) -> Hashable:
 def _standing_out(one: NodeSummary) -> tuple[str, ...]:
     notes = [f"GPU {gpu.index} does not answer" for gpu in one.gpus if gpu.error]
     notes += [f"GPU {gpu.index} counts ECC errors" for gpu in one.gpus if gpu.ecc_errors]
+    notes += [f"GPU {gpu.index} replaces a memory row at its next reset" for gpu in one.gpus if gpu.row_remap_pending]
+    notes += [f"GPU {gpu.index} has no spare memory row left" for gpu in one.gpus if gpu.row_remap_failed]
     notes += [f"{place} is nearly full" for place, share in one.disks if share > FULL]
     notes += ["memory is nearly full"] if _used(one) > FULL else []
     notes += [f"{link.name} is {link.state}" for link in one.network if link.state.lower() not in _UP]
