@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from safelaunch.addons.record.recording import RankRecord, Recording
 from safelaunch.addons.slow import bundle, late_rank, monitor
 from safelaunch.addons.slow.bundle import FoundSlow, headline
 from safelaunch.addons.slow.late_rank import SlowRanks
@@ -19,7 +20,7 @@ from safelaunch.model import Frame, Verdict
 from safelaunch.supervise.control.protocol import ServiceAnswer
 
 SLOW = SlowRanks((1,), 0.2, Frame("/home/me/train.py", 9, "augment"), 0.3, 0.01)
-SEEN = Examination(late={"a": [[1], [1]]})
+SEEN = Examination(Recording(ranks=[RankRecord(1)]), late={"": [[1], [1]]})
 
 
 class Watched:
@@ -54,6 +55,7 @@ class Harness:
             topic=lambda name: SimpleNamespace(has_others=False),
             actions=SimpleNamespace(ask_nodes=self._ask),
         )
+        monkeypatch.setattr(late_rank, "needs_another", lambda examinations: False)
         monkeypatch.setattr(late_rank, "slow_ranks", self._judge)
         monkeypatch.setattr(bundle, "write", self._write)
         self.monitor = SlowMonitor(job)  # type: ignore[arg-type]
