@@ -19,8 +19,8 @@ from tests.support.evidence import entry, in_c10d, in_user, job, past, rank, rec
 
 def test_rules_conclude_exactly_the_catalogued_causes() -> None:
     declared = {cause for rule in RULES for cause in rule.concludes}
-    # No rule finds these: they say why, or where, what a rule found is so.
-    assert declared == set(CAUSES) - {"swallowed-exception", "node-behind"}
+    # No rule finds these: two say why, or where, what a rule found is so; samples of a running job show the third.
+    assert declared == set(CAUSES) - {"swallowed-exception", "node-behind", "late-rank"}
     assert len({rule.name for rule in RULES}) == len(RULES)
 
 

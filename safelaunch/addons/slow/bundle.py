@@ -154,7 +154,7 @@ _ADVICE = {
 }
 
 
-def write(found: FoundSlow, job: JobView) -> tuple[Verdict, Publication]:
+def write_bundle(found: FoundSlow, job: JobView) -> tuple[Verdict, Publication]:
     """Writes the bundle and publishes it. Never raises because of a disk."""
     context, recording = job.context, found.examination.recording
     judged = context.cleaned(verdict(found, job))

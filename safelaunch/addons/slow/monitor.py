@@ -216,12 +216,12 @@ class SlowMonitor:
         self._write(check, slow)
 
     def _write(self, check: _Inquiry, slow: SlowRanks) -> None:
-        from safelaunch.addons.slow.bundle import FoundSlow, write
+        from safelaunch.addons.slow.bundle import FoundSlow, write_bundle
 
         onset = self._times.onset
         now_s = onset.now_s if onset is not None else self._times.usual_s
         found = FoundSlow(slow, check.onset, check.examinations[-1], now_s, self._unit, check.since_unix_s)
-        self._writing = BackgroundTask("bundle of a slow rank", lambda: write(found, self._job.view))
+        self._writing = BackgroundTask("bundle of a slow rank", lambda: write_bundle(found, self._job.view))
 
     def _finish_writing(self) -> None:
         if self._writing is None or not self._writing.done:

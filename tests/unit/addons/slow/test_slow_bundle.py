@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
-from safelaunch.addons.slow.bundle import FoundSlow, write
+from safelaunch.addons.slow.bundle import FoundSlow, write_bundle
 from safelaunch.addons.slow.late_rank import SlowRanks
 from safelaunch.addons.slow.readings import RankReadings
 from safelaunch.addons.slow.reasons import SlowReason
@@ -55,7 +55,7 @@ def found(slow: SlowRanks = SLOW, *, onset: bool = True) -> FoundSlow:
 
 
 def test_bundle_is_private_complete_and_names_rank_line_onset_cost_and_reason(tmp_path: Path) -> None:
-    verdict, published = write(found(SlowRanks(**{**_fields(SLOW), "reason": QUEUE})), job(tmp_path))
+    verdict, published = write_bundle(found(SlowRanks(**{**_fields(SLOW), "reason": QUEUE})), job(tmp_path))
     names = {path.name for path in published.path.iterdir()}
     assert names == {
         *("launch.json", "manifest.json", "readings.json", "record.html", "recording.json", "report.md"),
@@ -80,20 +80,20 @@ def _fields(slow: SlowRanks) -> dict[str, Any]:
 
 
 def test_without_a_reason_the_verdict_says_so_and_is_medium(tmp_path: Path) -> None:
-    verdict, _ = write(found(onset=False), job(tmp_path))
+    verdict, _ = write_bundle(found(onset=False), job(tmp_path))
     assert (verdict.confidence, verdict.doubts) == ("medium", ("No counter explains most of the loss.",))
     assert verdict.summary.startswith("The other ranks wait for rank 1 50% of the time; it spends 50% in")
     assert verdict.slow and (verdict.slow.step, verdict.slow.since, verdict.slow.reason) == (None, "", "")
 
 
 def test_ranks_that_are_late_together_are_all_named(tmp_path: Path) -> None:
-    verdict, _ = write(found(SlowRanks((0, 1), 0.3)), job(tmp_path))
+    verdict, _ = write_bundle(found(SlowRanks((0, 1), 0.3)), job(tmp_path))
     assert [culprit.rank for culprit in verdict.culprits] == [0, 1] and verdict.victims == "2"
     assert "wait for ranks 0-1 30% of the time; their extra time is spread over many lines" in verdict.summary
 
 
 def test_diagnose_prints_the_stored_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, published = write(found(), job(tmp_path))
+    _, published = write_bundle(found(), job(tmp_path))
     assert diagnose.main([str(published.path)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("a rank slows the job down: late-rank (confidence: medium)")
@@ -104,7 +104,7 @@ def test_diagnose_prints_the_stored_verdict(tmp_path: Path, capsys: pytest.Captu
 
 def test_damaged_bundle_is_an_error_not_a_verdict(tmp_path: Path) -> None:
 
-    _, published = write(found(), job(tmp_path))
+    _, published = write_bundle(found(), job(tmp_path))
     (published.path / "verdict.json").write_text("{")
     with pytest.raises(UsageError, match="The verdict of this slow rank is missing or damaged"):
         diagnose.main([str(published.path)])

@@ -57,7 +57,7 @@ class Harness:
         )
         monkeypatch.setattr(late_rank, "needs_another", lambda examinations: False)
         monkeypatch.setattr(late_rank, "slow_ranks", self._judge)
-        monkeypatch.setattr(bundle, "write", self._write)
+        monkeypatch.setattr(bundle, "write_bundle", self._write)
         self.monitor = SlowMonitor(job)  # type: ignore[arg-type]
         clock = {name: getattr(time, name) for name in ("time", "strftime", "localtime")}
         monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: self.watch.now, **clock))
