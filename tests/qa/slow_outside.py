@@ -24,7 +24,7 @@ from tests.support.jobs import Job
 
 SPINS = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**5))"
 PAUSE_S = 0.1
-HOGS = 3
+HOGS = 2
 BURST_S, BURSTS_EVERY_S = 8.0, 45.0
 NEIGHBOUR_S = 5.0
 SWAP_MIB = 64
@@ -79,11 +79,11 @@ class Scene:
 
 @contextmanager
 def _spinning(cores: list[int]) -> Iterator[None]:
-    """Processes that compute, each on a core."""
+    # Each computes on its core, in its own session: the scheduler shares a core among sessions (autogroups).
     processes = []
     try:
         for core in cores:
-            process = subprocess.Popen([sys.executable, "-c", SPINS])
+            process = subprocess.Popen([sys.executable, "-c", SPINS], start_new_session=True)
             processes.append(process)
             os.sched_setaffinity(process.pid, {core})
         yield

@@ -1,6 +1,8 @@
 """Computes on the CPU; like many launch scripts, it pins each rank to a core."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -15,18 +17,18 @@ options.add_argument("--work", type=float, default=0.05, help="CPU seconds of a 
 options.add_argument("--pause", type=float, default=0.12)
 options.add_argument("--pin", choices=("apart", "none"), default="apart")
 args = options.parse_args()
+EVALUATES = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**5))"
 
 
-def pin(rank: int, shares: bool) -> None:
-    """Pins the planted rank to the first core, the others to the last one; rank 0 to the first one if it is to share it."""
+def pin(rank: int) -> None:
+    """Pins the planted rank to the first core, the others to the last one."""
     cores = sorted(os.sched_getaffinity(0))
-    first = rank == args.slow_rank or (shares and rank == 0)
     if args.pin == "apart":
-        os.sched_setaffinity(0, {cores[0] if first else cores[-1]})
+        os.sched_setaffinity(0, {cores[0] if rank == args.slow_rank else cores[-1]})
 
 
-def preprocess(table: torch.Tensor, work_s: float) -> torch.Tensor:
-    enough = time.thread_time() + work_s
+def preprocess(table: torch.Tensor) -> torch.Tensor:
+    enough = time.thread_time() + args.work
     while time.thread_time() < enough:
         table = (table * 1.0001).clamp(-3, 3)
     return table
@@ -46,18 +48,18 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     plant = planting.Plant(args, rank)
-    pin(rank, shares=False)
-    work_s = 0.7 * args.work if args.how == "together" and rank == 0 else args.work
+    pin(rank)
     if args.how == "threads" and rank == args.slow_rank:
         for _ in range(2):
             threading.Thread(target=spin, args=(plant,), daemon=True).start()
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    evaluators: list[subprocess.Popen] = []  # they inherit the rank's core
     step = 1
     while plant.more(step):
-        if args.how == "together" and plant.seconds > args.onset:
-            pin(rank, shares=True)
-        features = preprocess(torch.randn(32, 64), work_s)
+        if plant.hits("evaluator") and not evaluators:
+            evaluators = [subprocess.Popen([sys.executable, "-c", EVALUATES]) for _ in range(2)]
+        features = preprocess(torch.randn(32, 64))
         loss = model(features).square().mean()
         loss.backward()
         time.sleep(args.pause)
