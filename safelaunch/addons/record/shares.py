@@ -95,7 +95,7 @@ def _kind(stack: Stack, read_line: ReadLine) -> tuple[TimeKind, str]:
 
 
 def _waits_for_work(stack: Stack, read_line: ReadLine) -> bool:
-    """Returns whether the user's line calls ``work.wait()``: no Python frame shows that it is in c10d."""
+    # ``work.wait()`` in the user's line: no Python frame shows that it is in c10d
     frame = stack.user_frame
     if frame is None or stack.called:
         return False

@@ -173,7 +173,7 @@ class SlowMonitor:
                 self._check = None
                 self._try_again_soon(check)
                 return
-            if not answer.part.recording.ranks:  # nobody arrives late: don't load what judges samples
+            if not answer.part.recording.ranks:  # no rank arrives late: spare the modules that judge samples
                 self._check = None
                 self._take(check, None, time.monotonic())
                 return
