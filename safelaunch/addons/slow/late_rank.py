@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from safelaunch.addons.record.recording import Recording
-from safelaunch.addons.record.shares import times_of
+from safelaunch.addons.record.shares import RankTime, times_of
 from safelaunch.addons.record.slowness import late_ranks, percent
 from safelaunch.addons.slow.links import BusyConnection, SlowLink, slow_link
 from safelaunch.addons.slow.reasons import SlowReason, reason_of
@@ -73,12 +73,13 @@ class SlowRanks:
 
 def slow_ranks(examinations: Sequence[Examination], *, since_start: bool) -> SlowRanks | None:
     """Returns the ranks that all witnesses name; None if any of them differs, or if there is only one."""
-    newest, ranks = examinations[-1], named(examinations[-1])
-    if any(named(examination) != ranks for examination in examinations) or needs_another(examinations):
+    newest, all_times = examinations[-1], [times_of(examination.recording) for examination in examinations]
+    names = [named(examination, times) for examination, times in zip(examinations, all_times, strict=True)]
+    ranks, times = names[-1], all_times[-1]
+    if any(name != ranks for name in names) or (len(names) == 1 and _lacks_witness(newest, ranks)):
         return None
     if ranks is None:
         return _of_slow_link(examinations)
-    times = times_of(newest.recording)
     late = late_ranks(times)
     assert late is not None  # named() has them from it
     reason = None
@@ -89,12 +90,14 @@ def slow_ranks(examinations: Sequence[Examination], *, since_start: bool) -> Slo
 
 def needs_another(examinations: Sequence[Examination]) -> bool:
     """Returns whether a single examination names ranks without a second witness."""
-    (first, *more), ranks = examinations, named(examinations[0])
-    if more:
-        return False
+    (first, *more) = examinations
+    return not more and _lacks_witness(first, named(first, times_of(first.recording)))
+
+
+def _lacks_witness(examination: Examination, ranks: Sequence[int] | None) -> bool:
     if ranks is None:
-        return link_of(first) is not None
-    return not any(first.late.get(host) for host in _hosts(first.recording, ranks))
+        return link_of(examination) is not None
+    return not any(examination.late.get(host) for host in _hosts(examination.recording, ranks))
 
 
 def link_of(examination: Examination) -> SlowLink | None:
@@ -114,9 +117,9 @@ def _of_slow_link(examinations: Sequence[Examination]) -> SlowRanks | None:
     return SlowRanks(tuple(sorted(ranks)), newest.busy - newest.busy_elsewhere, reason=reason, link=newest)
 
 
-def named(examination: Examination) -> tuple[int, ...] | None:
+def named(examination: Examination, times: Sequence[RankTime]) -> tuple[int, ...] | None:
     """Returns the late ranks in the samples; None if there are none, or if arrivals on some node name others."""
-    late = late_ranks(times_of(examination.recording))
+    late = late_ranks(times)
     if late is None:
         return None
     own = _hosts(examination.recording, late.ranks)
