@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from safelaunch.addons.record.recording import Recording
-from safelaunch.addons.record.shares import RankTime, times_of
-from safelaunch.addons.record.slowness import late_ranks, percent
+from safelaunch.addons.record.shares import RankTime, mean, times_of
+from safelaunch.addons.record.slowness import LATE, late_ranks, percent
 from safelaunch.addons.slow.links import BusyConnection, SlowLink, slow_link
 from safelaunch.addons.slow.reasons import SlowReason, reason_of
 from safelaunch.addons.slow.service import Examination
@@ -79,7 +79,7 @@ def slow_ranks(examinations: Sequence[Examination], *, since_start: bool) -> Slo
     if any(name != ranks for name in names) or (len(names) == 1 and _lacks_witness(newest, ranks)):
         return None
     if ranks is None:
-        return _of_slow_link(examinations)
+        return _of_slow_link(examinations, mean([time.waits for time in times]))
     late = late_ranks(times)
     assert late is not None  # named() has them from it
     reason = None
@@ -107,14 +107,17 @@ def link_of(examination: Examination) -> SlowLink | None:
     return slow_link(connections)
 
 
-def _of_slow_link(examinations: Sequence[Examination]) -> SlowRanks | None:
+def _of_slow_link(examinations: Sequence[Examination], waits: float) -> SlowRanks | None:
     links = [link_of(examination) for examination in examinations]
     newest = links[-1]
+    if waits < LATE:
+        return None  # the transfers are hidden behind the computation
     if newest is None or {link.host if link is not None else "" for link in links} != {newest.host}:
         return None
     ranks = tuple(readings.rank for readings in examinations[-1].readings if readings.host == newest.host)
     reason = SlowReason("network", newest.busy, "its network link is slow")
-    return SlowRanks(tuple(sorted(ranks)), newest.busy - newest.busy_elsewhere, reason=reason, link=newest)
+    lost = min(waits, newest.busy - newest.busy_elsewhere)
+    return SlowRanks(tuple(sorted(ranks)), lost, reason=reason, link=newest)
 
 
 def named(examination: Examination, times: Sequence[RankTime]) -> tuple[int, ...] | None:

@@ -66,7 +66,7 @@ class SlowMonitor:
     def __init__(self, job: MonitoredJob) -> None:
         self._job, self._watch = job, job.view.watch
         self._topic = job.topic(SOURCE)
-        self._topic.gather()  # so that the other nodes see who leads
+        self._topic.gather()  # so that the other nodes leave it to the leader
         self._attempt = self._watch.attempt
         self._writing: BackgroundTask[tuple[Verdict, Publication]] | None = None
         self._said_s = -APART_S
