@@ -111,7 +111,7 @@ def _of_slow_link(examinations: Sequence[Examination], waits: float) -> SlowRank
     links = [link_of(examination) for examination in examinations]
     newest = links[-1]
     if waits < LATE:
-        return None  # the transfers are hidden behind the computation
+        return None  # the computation hides the transfers
     if newest is None or {link.host if link is not None else "" for link in links} != {newest.host}:
         return None
     ranks = tuple(readings.rank for readings in examinations[-1].readings if readings.host == newest.host)

@@ -136,7 +136,7 @@ def _rounded(shares: Mapping[str, float]) -> dict[str, float]:
 
 
 def _totals(pid: int) -> _Totals | None:
-    stat = procstat.read(pid)
+    stat = procstat.read(pid, pid)  # of the main thread
     if stat is None or stat.state in "ZX":
         return None
     queued = text_of(f"/proc/{pid}/task/{pid}/schedstat").split()
@@ -167,10 +167,17 @@ def _states(targets: Sequence[Target], stop: threading.Event) -> dict[int, Count
 
 def _shares(first: _Totals, last: _Totals, states: Counter[str]) -> dict[str, float]:
     seconds, seen = max(last.at_s - first.at_s, 1e-6), states.total()
-    throttled = min(1.0, (last.throttled_s - first.throttled_s) / seconds)
-    shares = {"cpu-quota": throttled, "cpu-steal": (last.stolen_s - first.stolen_s) / seconds}
-    if first.queued_s is not None and last.queued_s is not None:  # includes throttled time
-        shares["cpu-queue"] = max(0.0, min(1.0, (last.queued_s - first.queued_s) / seconds) - throttled)
+
+    def share(before_s: float, after_s: float) -> float:
+        return max(0.0, min(1.0, (after_s - before_s) / seconds))  # a process can move to another cgroup
+
+    throttled = share(first.throttled_s, last.throttled_s)
+    shares = {"cpu-steal": share(first.stolen_s, last.stolen_s)}
+    if first.queued_s is not None and last.queued_s:  # includes throttled time; a group's is the sum over its CPUs
+        queued = share(first.queued_s, last.queued_s)
+        throttled = min(throttled, queued)
+        shares["cpu-queue"] = queued - throttled
+    shares["cpu-quota"] = throttled
     if seen:
         shares["stopped"] = (states["T"] + states["t"]) / seen
         blocked, faults = states["D"] / seen, last.major_faults - first.major_faults
@@ -182,9 +189,10 @@ def _shares(first: _Totals, last: _Totals, states: Counter[str]) -> dict[str, fl
 
 def _lifetime(totals: _Totals) -> dict[str, float]:
     seconds = max(totals.at_s - totals.start_s, 1e-6)
-    shares = {"cpu-quota": totals.throttled_s / seconds}
+    throttled_s = min(totals.throttled_s, totals.queued_s or totals.throttled_s)  # its group can be older
+    shares = {"cpu-quota": throttled_s / seconds}
     if totals.queued_s is not None:
-        shares["cpu-queue"] = max(0.0, totals.queued_s - totals.throttled_s) / seconds
+        shares["cpu-queue"] = max(0.0, totals.queued_s - throttled_s) / seconds
     return shares
 
 

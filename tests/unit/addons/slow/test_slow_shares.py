@@ -1,0 +1,35 @@
+"""Shares of time by cause, from counters: ``readings._shares``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from safelaunch.addons.slow.readings import _shares, _Totals
+
+START = _Totals(100.0, 10.0, 5.0, 50.0, 1.0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("queued_s", "throttled_s", "quota", "queue"),
+    [
+        (3.0, 0.0, 0.0, 0.3),
+        (3.0, 2.0, 0.2, 0.1),
+        (3.0, 30.0, 0.3, 0.0),  # of a group with threads on many CPUs
+        (3.0, -50.0, 0.0, 0.3),  # it has moved to another group
+    ],
+)
+def test_throttled_time_is_part_of_the_time_in_the_run_queue(
+    queued_s: float, throttled_s: float, quota: float, queue: float
+) -> None:
+    end = replace(START, at_s=110.0, queued_s=5.0 + queued_s, throttled_s=50.0 + throttled_s, stolen_s=0.5)
+    shares = _shares(START, end, Counter())
+    assert shares == {"cpu-steal": 0.0, "cpu-queue": pytest.approx(queue), "cpu-quota": pytest.approx(quota)}
+
+
+def test_kernel_that_does_not_count_the_run_queue_still_tells_throttled_time() -> None:
+    start = replace(START, queued_s=0.0)
+    shares = _shares(start, replace(start, at_s=110.0, throttled_s=52.0), Counter())
+    assert shares == {"cpu-steal": 0.0, "cpu-quota": pytest.approx(0.2)}
