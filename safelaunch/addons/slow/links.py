@@ -10,8 +10,10 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from safelaunch.capture.counters import socket_inodes
 from safelaunch.capture.sock_diag import TcpConnection, tcp_connections
@@ -27,8 +29,8 @@ class BusyConnection(msgspec.Struct, frozen=True):
 
     local: str
     remote: str
-    busy: float
-    sent_bytes: int = 0
+    busy: Annotated[float, Meta(ge=0.0, le=1.0)]
+    sent_bytes: Annotated[int, Meta(ge=0)] = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from safelaunch.addons.slow.links import BusyConnection, busy_connections, connections_of
 from safelaunch.beacon import garbage
@@ -35,9 +37,9 @@ RIVAL_SHARE = 0.1  # of a CPU
 class RankReadings(msgspec.Struct, frozen=True, omit_defaults=True):
     """Times in which a rank's main thread couldn't run, as shares of the measured time (0 to 1)."""
 
-    rank: int
+    rank: Annotated[int, Meta(ge=0)]
     host: str = ""
-    shares: dict[str, float] = {}
+    shares: dict[str, Annotated[float, Meta(ge=0.0, le=1.0)]] = {}
     """reason → share; lacks what couldn't be measured"""
     before: dict[str, float] = {}
     """reason → share of the time since the process started"""
@@ -91,7 +93,8 @@ def measure(targets: Sequence[Target], host: str, stop: threading.Event) -> list
     """Measures these ranks until ``stop`` is set."""
     ranks = {target.pid: target.rank for target in targets}
     before = _Node.read(ranks)
-    _garbage_collection(targets)
+    ended = _garbage_collection(targets)
+    _garbage_collection([target for target in targets if target.rank in ended])  # it was an earlier measurement's end
     states = _states(targets, stop)
     collecting = _garbage_collection(targets)
     after = _Node.read(ranks)

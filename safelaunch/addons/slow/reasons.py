@@ -86,10 +86,7 @@ def reason_of(
 
 
 def _is_held_down(gpu: Gpu, others: Sequence[Gpu]) -> bool:
-    """Returns whether the GPU is of the same model, but something limits its clock that doesn't limit the others'.
-
-    A GPU that waits for data lowers its clock, and one that computes reaches its power limit before one that waits.
-    """
+    # A GPU that waits for data lowers its clock, and one that computes reaches its power limit before one that waits.
     limits = set(gpu.clocks_event_reasons or ("gpu_idle",))
     if not gpu.sm_clock_mhz or "gpu_idle" in limits or any(gpu.name != other.name for other in others):
         return False

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from safelaunch.addons.slow.readings import _shares, _Totals
+from safelaunch.addons.slow import readings
+from safelaunch.addons.slow.readings import _shares, _Totals, measure
+from safelaunch.capture.look import Target
+from safelaunch.job.process import identify
 
 START = _Totals(100.0, 10.0, 5.0, 50.0, 1.0, 0, 0, 0)
 
@@ -33,3 +39,18 @@ def test_kernel_that_does_not_count_the_run_queue_still_tells_throttled_time() -
     start = replace(START, queued_s=0.0)
     shares = _shares(start, replace(start, at_s=110.0, throttled_s=52.0), Counter())
     assert shares == {"cpu-steal": 0.0, "cpu-quota": pytest.approx(0.2)}
+
+
+def test_request_that_got_no_answer_does_not_shift_later_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = [True]  # by a measurement whose second request failed
+
+    def post(*args: object, **options: object) -> bytes:
+        begun[0] = not begun[0]
+        return b"{}" if begun[0] else b'{"collecting_s": 0.0}'
+
+    monkeypatch.setattr(readings, "post_to_python", post)
+    here, stop = identify(os.getpid()), threading.Event()
+    assert here is not None
+    stop.set()
+    (reading,) = measure([Target(0, 0, here.pid, here.start_ticks, Path("socket"))], "a", stop)
+    assert reading.shares["garbage-collection"] == 0.0
