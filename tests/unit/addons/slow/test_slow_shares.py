@@ -52,5 +52,5 @@ def test_request_that_got_no_answer_does_not_shift_later_measurements(monkeypatc
     here, stop = identify(os.getpid()), threading.Event()
     assert here is not None
     stop.set()
-    (reading,) = measure([Target(0, 0, here.pid, here.start_ticks, Path("socket"))], "a", stop)
+    (reading,) = measure([Target(0, 0, here.pid, here.start_ticks, socket=Path("socket"))], "a", stop)
     assert reading.shares["garbage-collection"] == 0.0
