@@ -85,7 +85,16 @@ def slow_ranks(examinations: Sequence[Examination], *, since_start: bool) -> Slo
     reason = None
     if len(ranks) == 1:
         reason = reason_of(ranks[0], late.difference, newest.readings, times, since_start=since_start)
+    if _have_busy_gpus(examinations, ranks, late.difference) and (reason is None or reason.kind != "gpu-clock"):
+        return None
     return SlowRanks(ranks, late.difference, late.frame, late.share, late.share_of_others, reason)
+
+
+def _have_busy_gpus(examinations: Sequence[Examination], ranks: Sequence[int], lost: float) -> bool:
+    # A GPU that never idles doesn't wait for its rank's CPU: the other ranks' CPUs run further ahead of their GPUs.
+    readings = [each for examination in examinations for each in examination.readings if each.rank in ranks]
+    busy = [each.gpu.utilisation_percent for each in readings if each.gpu is not None]
+    return bool(busy) and all(percents is not None and percents >= 100 * (1 - lost / 2) for percents in busy)
 
 
 def needs_another(examinations: Sequence[Examination]) -> bool:

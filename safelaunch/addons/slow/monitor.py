@@ -34,6 +34,7 @@ APART_S = 600.0  # between two messages
 RETRY_S, RETRIES = 30.0, 4  # while the steps stay slow
 REFUSED_S = 20.0  # until the next attempt, after another request came first
 RECENT_S, RECENT_STEPS = 60.0, 8  # the larger: arrivals to compare without an onset
+PAUSES = 0.5  # share of the usual number of steps in the samples, below which the job does something else
 WORTH_SAYING = 0.05  # share of a run's time that was lost, for a line at its end
 STOP_S = 2.0
 WRITE_S = 15.0  # at the end of the job, for the bundle
@@ -150,6 +151,10 @@ class SlowMonitor:
         self._began_s = self._began_s or now
         self._times = self._times.after(*newest)
 
+    @property
+    def _pace_s(self) -> float:
+        return self._times.onset.now_s if self._times.onset is not None else self._times.usual_s
+
     def _is_slower(self, before: Onset | None, now: float) -> bool:
         """Returns whether a check is due because of an onset."""
         if self._times.onset is None:
@@ -203,8 +208,12 @@ class SlowMonitor:
     def _judge(self, check: _Inquiry) -> None:
         from safelaunch.addons.slow.late_rank import needs_another, slow_ranks
 
+        pace_s = self._pace_s
+
         def judge() -> SlowRanks | bool | None:
             seen = check.examinations
+            if _pauses(seen[-1], pace_s):
+                return None
             return needs_another(seen) or slow_ranks(seen, since_start=check.onset is None)
 
         check.judging = BackgroundTask("slow ranks", judge)
@@ -238,9 +247,7 @@ class SlowMonitor:
     def _write(self, check: _Inquiry, slow: SlowRanks) -> None:
         from safelaunch.addons.slow.bundle import FoundSlow, write_bundle
 
-        onset = self._times.onset
-        now_s = onset.now_s if onset is not None else self._times.usual_s
-        found = FoundSlow(slow, check.onset, check.examinations[-1], now_s, self._unit, check.since_unix_s)
+        found = FoundSlow(slow, check.onset, check.examinations[-1], self._pace_s, self._unit, check.since_unix_s)
         self._writing = BackgroundTask("bundle of a slow rank", lambda: write_bundle(found, self._job.view))
 
     def _finish_writing(self) -> None:
@@ -276,6 +283,12 @@ class SlowMonitor:
         self._watch.note(SOURCE, (words,) if words else ())
         if self._topic.has_others and self._topic.leads:
             self._topic.publish(words.encode())
+
+
+def _pauses(examination: Examination, pace_s: float) -> bool:
+    # For example, rank 0 evaluates while the others wait.
+    steps = [rank.steps for rank in examination.recording.ranks if rank.steps is not None]
+    return bool(steps) and max(steps) * pace_s < PAUSES * examination.recording.elapsed_s
 
 
 def _times_of_checks() -> Iterator[float]:

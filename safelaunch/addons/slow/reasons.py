@@ -70,7 +70,7 @@ def reason_of(
     shares = {each.rank: _with_samples(each, times) for each in readings}
     gpus = [each.gpu for each in others if each.gpu is not None and each.gpu.sm_clock_mhz]
     if own.gpu is not None and len(gpus) == len(others) and _is_held_down(own.gpu, gpus):
-        shares[rank]["gpu-clock"] = max(0.0, 1.0 - (own.gpu.sm_clock_mhz or 0.0) / _least_clock(gpus))
+        shares[rank]["gpu-clock"] = max(0.0, 1.0 - _clock_mhz(own.gpu) / min(map(_clock_mhz, gpus)))
         for each in others:
             shares[each.rank]["gpu-clock"] = 0.0
     found: list[SlowReason] = []
@@ -94,8 +94,8 @@ def _is_held_down(gpu: Gpu, others: Sequence[Gpu]) -> bool:
     return limits != {"sw_power_cap"} or (gpu.power_limit_w is not None and gpu.power_limit_w < min(others_w))
 
 
-def _least_clock(gpus: Sequence[Gpu]) -> float:
-    return min(gpu.sm_clock_mhz or 0.0 for gpu in gpus)
+def _clock_mhz(gpu: Gpu) -> float:
+    return gpu.sm_clock_mhz or 0.0
 
 
 def _with_samples(readings: RankReadings, times: Sequence[RankTime]) -> dict[str, float]:

@@ -46,7 +46,7 @@ class Harness:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.watch = Watched()
         self.answers: list[SlowRanks | None] = []
-        self.refused = False
+        self.refused, self.seen = False, SEEN
         self.checks = self.asked = 0
         self.suspects: list[dict[str, str]] = []
         context = SimpleNamespace(suspects=SimpleNamespace(start=self.suspects.append), run_name="train")
@@ -64,7 +64,7 @@ class Harness:
 
     def _ask(self, service: object, ask: object, take: Any) -> None:
         self.asked += 1
-        take(ServiceAnswer(problem="busy") if self.refused else ServiceAnswer(part=SEEN))
+        take(ServiceAnswer(problem="busy") if self.refused else ServiceAnswer(part=self.seen))
 
     def _judge(self, examinations: object, *, since_start: bool) -> SlowRanks | None:
         self.checks += 1
@@ -218,3 +218,13 @@ def test_examination_that_fails_each_time_is_tried_ever_more_rarely(job: Harness
     job.refused = True
     job.run(5 * 3600, 0.2)
     assert 3 <= job.asked <= 10
+
+
+@pytest.mark.parametrize(("steps", "is_said"), [(0, False), (20, False), (48, True), (None, True)])
+def test_rank_is_not_late_if_all_wait_for_its_evaluation(
+    job: Harness, capfd: pytest.CaptureFixture[str], steps: int | None, is_said: bool
+) -> None:
+    recorded = Recording(ranks=[RankRecord(rank, steps=steps) for rank in range(2)], elapsed_s=10.0)
+    job.seen, job.answers = Examination(recorded, late={"": [[1], [1]]}), [SLOW]
+    job.run(200, 0.2)
+    assert bool(said(capfd)) == is_said

@@ -155,3 +155,18 @@ def test_same_line_that_takes_longer_is_more_work_or_a_slower_device() -> None:
     other = {FORWARD: 0.3, BACKWARD: 0.4, ALL_REDUCE: 0.3}
     slow = slow_ranks([examination(other, late, other, a=[[1], [1]])], since_start=True)
     assert slow is not None and slow.why == " (1.7 times as long: more work, or a slower device)"
+
+
+@pytest.mark.parametrize(("busy", "ranks"), [((99, 100), None), ((99, 60), (1,)), ((70, 75), (1,)), ((None, 99), (1,))])
+def test_rank_whose_gpu_never_idles_is_not_late(busy: Sequence[int | None], ranks: tuple[int, ...] | None) -> None:
+    late = {FORWARD: 0.2, BACKWARD: 0.55, AUGMENT: 0.25}
+    other = {FORWARD: 0.2, BACKWARD: 0.8}
+    seen = [
+        Examination(
+            recording(other, late, other, active={BACKWARD: 0.0}),
+            [replace(readings(1), gpu=Gpu(1, utilisation_percent=percents))],
+        )
+        for percents in busy
+    ]
+    slow = slow_ranks(seen, since_start=True)
+    assert (slow.ranks if slow is not None else None) == ranks
