@@ -131,7 +131,9 @@ def headline(found: FoundSlow) -> str:
 
 
 def seconds(value: float) -> str:
-    return f"{value:.3g} s"
+    if value < 1e-4:
+        return f"{1e6 * value:.3g} µs"
+    return f"{value:.3g} s" if value < 999.5 else f"{value:,.0f} s"
 
 
 def advice(slow: SlowRanks) -> tuple[str, ...]:

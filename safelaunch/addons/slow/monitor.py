@@ -266,9 +266,11 @@ class SlowMonitor:
     def _end_slow(self, spell: _SlowTime, now: float) -> None:
         self._end_spell(now)
         self._note("")
-        slows = "slows" if len(spell.slow.ranks) == 1 else "slow"
-        pace = f"{self._times.normal[-1].step_s:.3g} s a {self._unit}"
         if spell.is_said:
+            from safelaunch.addons.slow.bundle import seconds
+
+            slows = "slows" if len(spell.slow.ranks) == 1 else "slow"
+            pace = f"{seconds(self._times.normal[-1].step_s)} a {self._unit}"
             say(f"back to {pace}: {rank_words(spell.slow.ranks)} no longer {slows} the job down")
 
     def _end_spell(self, now: float) -> None:

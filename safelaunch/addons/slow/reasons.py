@@ -18,7 +18,7 @@ TIMES = 2.0  # how many times the other ranks' share
 TIMES_BEFORE = 1.5  # how many times the rank's own share since its start
 
 _WORDS: Mapping[str, Callable[[str, RankReadings], str]] = {
-    "stopped": lambda share, _: f"signals stopped it {share} of the time",
+    "stopped": lambda share, _: f"signals or a debugger stopped it {share} of the time",
     "cpu-quota": lambda share, _: f"its cgroup's CPU limit stopped it {share} of the time",
     "cpu-queue": lambda share, readings: (
         f"it waited {share} of the time for a CPU" + (f", while {readings.rival}" if readings.rival else "")
@@ -27,7 +27,10 @@ _WORDS: Mapping[str, Callable[[str, RankReadings], str]] = {
     "memory": lambda share, readings: (
         f"it waited {share} of the time for memory to be read from disk ({readings.major_faults:,} major faults)"
     ),
-    "disk": lambda share, _: f"it waited {share} of the time for a disk",
+    "disk": lambda share, readings: (
+        f"it waited {share} of the time for a disk"
+        + ("" if readings.read_bytes or readings.written_bytes else ", or for a driver: it read and wrote no data")
+    ),
     "garbage-collection": lambda share, _: f"Python's garbage collector took {share} of the time",
     "gil": lambda share, _: f"another of its threads held the GIL {share} of the time",
     "gpu-clock": lambda share, readings: f"its GPU's SM clock is {_clock(readings)}, {share} below the other ranks'",

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
-from safelaunch.addons.slow.bundle import FoundSlow, write_bundle
+from safelaunch.addons.slow.bundle import FoundSlow, seconds, write_bundle
 from safelaunch.addons.slow.late_rank import SlowRanks
 from safelaunch.addons.slow.readings import RankReadings
 from safelaunch.addons.slow.reasons import SlowReason
@@ -127,3 +127,9 @@ def test_damaged_bundle_is_an_error_not_a_verdict(tmp_path: Path) -> None:
     (published.path / "verdict.json").write_text("{")
     with pytest.raises(UsageError, match="The verdict of this slow rank is missing or damaged"):
         diagnose.main([str(published.path)])
+
+
+def test_times_of_long_steps_and_short_collectives_are_readable() -> None:
+    assert [seconds(value) for value in (2e-5, 0.0123, 0.61, 999.7, 1234.5)] == [
+        *("20 µs", "0.0123 s", "0.61 s", "1,000 s", "1,234 s"),
+    ]

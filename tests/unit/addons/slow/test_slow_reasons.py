@@ -54,6 +54,13 @@ def test_past_is_no_argument_for_a_rank_that_is_slow_from_the_start() -> None:
     assert reason is not None and reason.kind == "disk"
 
 
+def test_sleep_without_data_can_be_a_drivers() -> None:
+    driver = reason_of(1, 0.3, [readings(0), readings(1, disk=0.3)], [], since_start=True)
+    disk = reason_of(1, 0.3, [readings(0), replace(readings(1, disk=0.3), read_bytes=4096)], [], since_start=True)
+    assert driver is not None and driver.words.endswith("for a disk, or for a driver: it read and wrote no data")
+    assert disk is not None and disk.words == "it waited 30% of the time for a disk"
+
+
 def test_unknown_is_no_difference() -> None:
     other = RankReadings(0, shares={name: share for name, share in NORMAL.items() if name != "disk"})
     assert reason_of(1, 0.3, [other, readings(1, disk=0.3)], [], since_start=True) is None
