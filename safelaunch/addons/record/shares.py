@@ -286,6 +286,10 @@ def place_share(times: Sequence[RankTime], place: CodeLocation) -> float:
     return mean([time.places.get(place, 0.0) for time in times])
 
 
+def line_share(times: Sequence[RankTime], place: CodeLocation, frame: Frame | None) -> float:
+    return mean([time.lines.get(place, {}).get(frame.line if frame is not None else 0, 0.0) for time in times])
+
+
 def frame_of(times: Sequence[RankTime], place: CodeLocation, others: Sequence[RankTime] = ()) -> Frame | None:
     """Returns the line of the place with the largest share; with ``others``, by how much it exceeds theirs."""
     lines: dict[int, float] = defaultdict(float)
