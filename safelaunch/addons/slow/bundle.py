@@ -188,7 +188,6 @@ def write_bundle(found: FoundSlow, job: JobView) -> tuple[Verdict, Publication]:
 
 
 def _slowness(found: FoundSlow, judged: Verdict) -> Slowness:
-    """Returns the causes that the recording shows, below this verdict."""
     slow, slowness = found.slow, verdict_of(found.examination.recording)
     first = TimeFinding("late-rank", slow.lost, slow.ranks, judged.summary, slow.frame, judged.suggestions[0])
     besides = (finding for finding in slowness.findings if finding.kind != "late-rank")
