@@ -297,7 +297,7 @@ def _gil(times: Sequence[RankTime], late: TimeFinding | None) -> TimeFinding | N
 
 
 def _waiting(times: Sequence[RankTime], late: TimeFinding | None, missing: Sequence[str]) -> TimeFinding | None:
-    share = mean([time.waits for time in times])
+    share = mean([sum(part for at, part in time.places.items() if at.waits and at.kind != "device") for time in times])
     if share < WAITING or late is not None:
         return None
     where = _longest_wait(times)
