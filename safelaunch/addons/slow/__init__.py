@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safelaunch import addons
 
 if TYPE_CHECKING:
-    from safelaunch.addons.protocols import Monitor
+    from safelaunch.addons.protocols import Monitor, Service
     from safelaunch.supervise.monitors import MonitoredJob
 
 
@@ -17,3 +17,11 @@ def monitors(job: MonitoredJob) -> tuple[Monitor, ...]:
     from safelaunch.addons.slow.monitor import SlowMonitor
 
     return (SlowMonitor(job),)
+
+
+def services() -> tuple[Service[Any, Any], ...]:
+    if not addons.is_present("record"):
+        return ()
+    from safelaunch.addons.slow.service import Examiner
+
+    return (Examiner(),)
