@@ -25,7 +25,7 @@ from safelaunch.supervise.looks import ask_each
 from safelaunch.supervise.respond import JobView
 from safelaunch.system.task import BackgroundTask
 
-SHORTEST_S, LONGEST_S = 10.0, 20.0  # of the samples
+SHORTEST_S, LONGEST_S = 8.0, 20.0  # of the samples
 SAMPLES = 160  # of each rank, for a difference of 15 % to exceed its scatter
 SHARE = 0.03  # share of the node's CPUs, for at most LONGEST_S
 MOST_PEERS = 3
