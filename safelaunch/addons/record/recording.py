@@ -20,7 +20,7 @@ LONGEST_S = 300.0
 class Sampling(msgspec.Struct, frozen=True):
     duration_s: Annotated[float, Meta(ge=1.0, le=LONGEST_S)]
     ranks: Annotated[str, Meta(max_length=4096)] = ""  # like ``0-3,5``; empty: all
-    share: Annotated[float, Meta(gt=0.0, le=0.1)] = 0.01  # of the node's CPUs, for py-spy
+    share: Annotated[float, Meta(gt=0.0, le=0.2)] = 0.01  # of the node's CPUs, for py-spy
     children: bool = True  # sample DataLoader workers, too
 
 
