@@ -59,16 +59,15 @@ class Activity:
 
 
 PIPELINE_WAIT = LibraryCall(("/torch/distributed/pipelining/schedules.py",), frozenset({"_wait_batch_p2p"}))
+LineReader = Callable[[str, int], str | None]
 _WAITS = re.compile(r"\.wait\(")
 _COPIES = re.compile(r"\.(item|cpu|tolist|numpy)\(")  # waits until the GPU has computed the value
-
-ReadLine = Callable[[str, int], str | None]
 
 
 def activity_of(
     frames: Sequence[Frame],
     code_roots: tuple[str, ...] = (),
-    read_line: ReadLine = user_source.line,
+    read_line: LineReader = user_source.line,
     *,
     on_gpu: bool = False,
 ) -> Activity:
@@ -77,7 +76,7 @@ def activity_of(
     return Activity(kind, what, stack.user_frame)
 
 
-def _kind(stack: Stack, read_line: ReadLine, *, on_gpu: bool) -> tuple[TimeKind, str]:
+def _kind(stack: Stack, read_line: LineReader, *, on_gpu: bool) -> tuple[TimeKind, str]:
     wait = torch_wait(stack)
     if wait is not None:
         return ("send or receive" if wait.kind == "p2p" else "collective"), wait.op
@@ -102,7 +101,7 @@ def _kind(stack: Stack, read_line: ReadLine, *, on_gpu: bool) -> tuple[TimeKind,
     return (activity, "") if activity is not None else ("script", "")
 
 
-def _line_inside_c(stack: Stack, read_line: ReadLine) -> str:
+def _line_inside_c(stack: Stack, read_line: LineReader) -> str:
     # In C, no Python frame shows that ``work.wait()`` is in c10d.
     frame = stack.user_frame
     return (read_line(frame.file, frame.line) or "") if frame is not None and not stack.called else ""
