@@ -79,6 +79,7 @@ class TcpConnection:
     local: str  # address and port
     remote: str
     busy_s: float  # since it began: time in which data waited for its acknowledgement
+    sent_bytes: int = 0  # that were acknowledged
 
 
 def tcp_connections() -> dict[int, TcpConnection] | None:
@@ -90,8 +91,8 @@ def tcp_connections() -> dict[int, TcpConnection] | None:
             ports, size = struct.unpack_from(">HH", answer, begin + 4), 4 if answer[begin] == socket.AF_INET else 16
             places = (answer[begin + offset : begin + offset + size] for offset in (8, 24))
             local, remote = (f"{ipaddress.ip_address(place)}:{port}" for place, port in zip(places, ports, strict=True))
-            (busy_us,) = struct.unpack_from("=Q", answer, at + _BUSY_AT)
-            by_inode[inode] = TcpConnection(local, remote, busy_us / 1e6)
+            (sent,), (busy_us,) = (struct.unpack_from("=Q", answer, at + place) for place in (_BYTES_AT, _BUSY_AT))
+            by_inode[inode] = TcpConnection(local, remote, busy_us / 1e6, sent)
 
     return by_inode if _tcp(add) else None
 

@@ -125,8 +125,8 @@ _PLANTED = (
     # with a reason that isn't in the script
     Case("collector-release-50", "replay", 3, 1, "release", share=0.50, reasons=GARBAGE),
     Case("collector-manual-25-start", "replay", 2, 0, "manual", share=0.25, reasons=GARBAGE, from_start=True),
-    Case("gil-50", "background", 2, 1, "gil", 0.025, 0.50),
-    Case("gil-25-start", "background", 3, 2, "gil", 0.018, 0.25, from_start=True),
+    Case("gil-50", "background", 2, 1, "gil", 0.025, 0.50, reasons=("", "gil")),
+    Case("gil-25-start", "background", 3, 2, "gil", 0.018, 0.25, reasons=("", "gil"), from_start=True),
     Case("log-pipe-50", "background", 3, 0, "pipe", 0.1, 0.50, reasons=("", *DISK)),
     Case("page-faults-50", "tokens", 3, 2, "faults", 0.09, 0.50, reasons=MEMORY),
     Case("page-faults-25-start", "tokens", 4, 0, "faults", 0.05, 0.25, reasons=MEMORY, from_start=True),

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from safelaunch.addons.record.recording import Recording
-from safelaunch.addons.record.shares import times_of
-from safelaunch.addons.record.slowness import late_ranks, percent
+from safelaunch.addons.record.shares import RankTime, mean, times_of
+from safelaunch.addons.record.slowness import LATE, late_ranks, percent
 from safelaunch.addons.slow.links import BusyConnection, SlowLink, slow_link
 from safelaunch.addons.slow.reasons import SlowReason, reason_of
 from safelaunch.addons.slow.service import Examination
@@ -73,28 +73,40 @@ class SlowRanks:
 
 def slow_ranks(examinations: Sequence[Examination], *, since_start: bool) -> SlowRanks | None:
     """Returns the ranks that all witnesses name; None if any of them differs, or if there is only one."""
-    newest, ranks = examinations[-1], named(examinations[-1])
-    if any(named(examination) != ranks for examination in examinations) or needs_another(examinations):
+    newest, all_times = examinations[-1], [times_of(examination.recording) for examination in examinations]
+    names = [named(examination, times) for examination, times in zip(examinations, all_times, strict=True)]
+    ranks, times = names[-1], all_times[-1]
+    if any(name != ranks for name in names) or (len(names) == 1 and _lacks_witness(newest, ranks)):
         return None
     if ranks is None:
-        return _of_slow_link(examinations)
-    times = times_of(newest.recording)
+        return _of_slow_link(examinations, mean([time.waits for time in times]))
     late = late_ranks(times)
     assert late is not None  # named() has them from it
     reason = None
     if len(ranks) == 1:
         reason = reason_of(ranks[0], late.difference, newest.readings, times, since_start=since_start)
+    if _have_busy_gpus(examinations, ranks, late.difference) and (reason is None or reason.kind != "gpu-clock"):
+        return None
     return SlowRanks(ranks, late.difference, late.frame, late.share, late.share_of_others, reason)
+
+
+def _have_busy_gpus(examinations: Sequence[Examination], ranks: Sequence[int], lost: float) -> bool:
+    # A GPU that never idles doesn't wait for its rank's CPU: the other ranks' CPUs run further ahead of their GPUs.
+    readings = [each for examination in examinations for each in examination.readings if each.rank in ranks]
+    busy = [each.gpu.utilisation_percent for each in readings if each.gpu is not None]
+    return bool(busy) and all(percents is not None and percents >= 100 * (1 - lost / 2) for percents in busy)
 
 
 def needs_another(examinations: Sequence[Examination]) -> bool:
     """Returns whether a single examination names ranks without a second witness."""
-    (first, *more), ranks = examinations, named(examinations[0])
-    if more:
-        return False
+    (first, *more) = examinations
+    return not more and _lacks_witness(first, named(first, times_of(first.recording)))
+
+
+def _lacks_witness(examination: Examination, ranks: Sequence[int] | None) -> bool:
     if ranks is None:
-        return link_of(first) is not None
-    return not any(first.late.get(host) for host in _hosts(first.recording, ranks))
+        return link_of(examination) is not None
+    return not any(examination.late.get(host) for host in _hosts(examination.recording, ranks))
 
 
 def link_of(examination: Examination) -> SlowLink | None:
@@ -104,19 +116,22 @@ def link_of(examination: Examination) -> SlowLink | None:
     return slow_link(connections)
 
 
-def _of_slow_link(examinations: Sequence[Examination]) -> SlowRanks | None:
+def _of_slow_link(examinations: Sequence[Examination], waits: float) -> SlowRanks | None:
     links = [link_of(examination) for examination in examinations]
     newest = links[-1]
+    if waits < LATE:
+        return None  # the computation hides the transfers
     if newest is None or {link.host if link is not None else "" for link in links} != {newest.host}:
         return None
     ranks = tuple(readings.rank for readings in examinations[-1].readings if readings.host == newest.host)
     reason = SlowReason("network", newest.busy, "its network link is slow")
-    return SlowRanks(tuple(sorted(ranks)), newest.busy - newest.busy_elsewhere, reason=reason, link=newest)
+    lost = min(waits, newest.busy - newest.busy_elsewhere)
+    return SlowRanks(tuple(sorted(ranks)), lost, reason=reason, link=newest)
 
 
-def named(examination: Examination) -> tuple[int, ...] | None:
+def named(examination: Examination, times: Sequence[RankTime]) -> tuple[int, ...] | None:
     """Returns the late ranks in the samples; None if there are none, or if arrivals on some node name others."""
-    late = late_ranks(times_of(examination.recording))
+    late = late_ranks(times)
     if late is None:
         return None
     own = _hosts(examination.recording, late.ranks)

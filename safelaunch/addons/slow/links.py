@@ -7,18 +7,21 @@ from and to that node, and hardly on the others.
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from safelaunch.capture.counters import socket_inodes
 from safelaunch.capture.sock_diag import TcpConnection, tcp_connections
 
 BUSY = 0.2  # share of the time in which a slow connection has unacknowledged data
 TIMES = 2.0  # how many times the share of other connections
-MOST_CONNECTIONS = 256  # of a rank
+ALIKE = 0.25  # of a slow connection's bytes: another one has to send that many to be compared
+MOST_CONNECTIONS = 64  # of a rank
 
 
 class BusyConnection(msgspec.Struct, frozen=True):
@@ -26,7 +29,8 @@ class BusyConnection(msgspec.Struct, frozen=True):
 
     local: str
     remote: str
-    busy: float
+    busy: Annotated[float, Meta(ge=0.0, le=1.0)]
+    sent_bytes: Annotated[int, Meta(ge=0)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +53,14 @@ def busy_connections(
     before: Mapping[int, TcpConnection], after: Mapping[int, TcpConnection], seconds: float
 ) -> list[BusyConnection]:
     made = [
-        BusyConnection(now.local, now.remote, round(min(1.0, (now.busy_s - before[inode].busy_s) / seconds), 4))
+        BusyConnection(
+            now.local,
+            now.remote,
+            round(min(1.0, max(0.0, (now.busy_s - was.busy_s) / seconds)), 4),
+            max(0, now.sent_bytes - was.sent_bytes),
+        )
         for inode, now in after.items()
-        if inode in before
+        if (was := before.get(inode)) is not None and (was.local, was.remote) == (now.local, now.remote)
     ]
     return sorted(made, key=lambda each: -each.busy)[:MOST_CONNECTIONS]
 
@@ -59,16 +68,20 @@ def busy_connections(
 def slow_link(connections: Mapping[str, Sequence[BusyConnection]]) -> SlowLink | None:
     """Returns the only node that all busy connections begin or end at.
 
+    None if the other nodes exchange far less data with each other, as with a parameter server.
+
     Args:
         connections: Host → its ranks' connections to other nodes.
     """
     owner = {each.local: host for host, own in connections.items() for each in own}
     edges: dict[tuple[str, str], float] = defaultdict(float)
+    sent: Counter[tuple[str, str]] = Counter()
     for host, own in connections.items():
         for each in own:
-            if each.remote in owner:  # otherwise, it leads to a disk or a dashboard
+            if owner.get(each.remote, host) != host:  # otherwise, it leads to a disk or a dashboard
                 edge = host, owner[each.remote]
                 edges[edge] = max(edges[edge], each.busy)
+                sent[edge] += each.sent_bytes
     if len(connections) < 3:
         return None  # of two nodes, either can have the slow link
     most = max(edges.values(), default=0.0)
@@ -77,8 +90,9 @@ def slow_link(connections: Mapping[str, Sequence[BusyConnection]]) -> SlowLink |
     if most < BUSY or len(at_all) != 1:
         return None
     (host,) = at_all
-    elsewhere = max((busy for edge, busy in edges.items() if host not in edge), default=0.0)
-    mean = sum(heavy.values()) / len(heavy)
+    least = ALIKE * min(sent[edge] for edge in heavy)
+    alike = [busy for edge, busy in edges.items() if host not in edge and sent[edge] >= least]
+    elsewhere, mean = max(alike, default=1.0), sum(heavy.values()) / len(heavy)
     return SlowLink(host, mean, elsewhere) if mean >= TIMES * elsewhere else None
 
 

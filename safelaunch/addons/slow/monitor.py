@@ -34,6 +34,7 @@ APART_S = 600.0  # between two messages
 RETRY_S, RETRIES = 30.0, 4  # while the steps stay slow
 REFUSED_S = 20.0  # until the next attempt, after another request came first
 RECENT_S, RECENT_STEPS = 60.0, 8  # the larger: arrivals to compare without an onset
+PAUSES = 0.5  # share of the usual number of steps in the samples, below which the job does something else
 WORTH_SAYING = 0.05  # share of a run's time that was lost, for a line at its end
 STOP_S = 2.0
 WRITE_S = 15.0  # at the end of the job, for the bundle
@@ -46,7 +47,8 @@ class _Inquiry:
     onset: Onset | None
     since_unix_s: float
     examinations: list[Examination]
-    judging: BackgroundTask[SlowRanks | None] | None = None
+    judging: BackgroundTask[SlowRanks | bool | None] | None = None
+    """its result is True if it needs another examination"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class _SlowTime:
     slow: SlowRanks
     onset: Onset | None
     begin_s: float
+    is_said: bool
 
 
 class SlowMonitor:
@@ -64,6 +67,7 @@ class SlowMonitor:
     def __init__(self, job: MonitoredJob) -> None:
         self._job, self._watch = job, job.view.watch
         self._topic = job.topic(SOURCE)
+        self._topic.gather()  # so that the other nodes leave it to the leader
         self._attempt = self._watch.attempt
         self._writing: BackgroundTask[tuple[Verdict, Publication]] | None = None
         self._said_s = -APART_S
@@ -75,11 +79,12 @@ class SlowMonitor:
     def _start(self) -> None:
         self._times, self._unit = StepTimes(), "step"
         self._first_s = 0.0
+        self._counted_s = 0.0  # until then, it is known how much time was lost
         self._due = _times_of_checks()
         self._next_s = next(self._due)
         self._check: _Inquiry | None = None
         self._slow: _SlowTime | None = None
-        self._tries, self._retry_s = 0, 0.0
+        self._tries, self._retry_s, self._refusals = 0, 0.0, 0
         self._note("")
 
     def tick(self) -> None:
@@ -97,14 +102,12 @@ class SlowMonitor:
             return
         if self._check is not None:
             if self._check.judging is not None and self._check.judging.done:
-                check, self._check = self._check, None
-                assert check.judging is not None
-                self._take(check, check.judging.result(), now)
+                self._conclude(self._check, self._check.judging.result(), now)
             return
         if self._slow is not None and self._slow.onset is not None and self._times.onset is None:
-            self._say_end(self._slow.slow, now)
+            self._end_slow(self._slow, now)
         is_known = self._slow is not None and self._slow.onset is not None
-        if (self._is_slower(before, now) or self._is_due(now)) and not is_known:
+        if not self._is_in_phase and (self._is_slower(before, now) or self._is_due(now)) and not is_known:
             onset = self._times.onset
             begin_s = onset.at_s if onset is not None else now - max(RECENT_S, RECENT_STEPS * self._times.usual_s)
             self._check = _Inquiry(onset, time.time() - (now - begin_s), [])
@@ -130,11 +133,15 @@ class SlowMonitor:
             return
         self._unit, self._first_s = "step", first_step_s(self._watch.last_progress)
         self._began_s = self._began_s or self._first_s
-        if any(progress.paused or progress.phase for progress in ranks):
+        if self._is_in_phase:
             self._times = self._times.interrupted()
             return
         first = min(ranks, key=lambda progress: progress.rank)
         self._times = self._times.after(first.last_step_ns / 1e9, first.step or 0)
+
+    @property
+    def _is_in_phase(self) -> bool:
+        return any(progress.paused or progress.phase for progress in self._watch.last_progress.values())
 
     def _read_collectives(self, now: float) -> None:
         newest = self._watch.newest_collective if self._watch.has_pulse_only else None
@@ -143,6 +150,10 @@ class SlowMonitor:
         self._unit, self._first_s = "collective", self._first_s or now
         self._began_s = self._began_s or now
         self._times = self._times.after(*newest)
+
+    @property
+    def _pace_s(self) -> float:
+        return self._times.onset.now_s if self._times.onset is not None else self._times.usual_s
 
     def _is_slower(self, before: Onset | None, now: float) -> bool:
         """Returns whether a check is due because of an onset."""
@@ -158,7 +169,8 @@ class SlowMonitor:
     def _is_due(self, now: float) -> bool:
         if not self._first_s or now < self._first_s + self._next_s:
             return False
-        self._next_s = next(self._due)
+        while now >= self._first_s + self._next_s:  # a node that begins to lead has skipped some
+            self._next_s = next(self._due)
         return True
 
     # --- examinations -------------------------------------------------------------------------------------------------
@@ -173,6 +185,7 @@ class SlowMonitor:
                 self._check = None
                 self._try_again_soon(check)
                 return
+            self._refusals = 0
             if not answer.part.recording.ranks:  # no rank arrives late: spare the modules that judge samples
                 self._check = None
                 self._take(check, None, time.monotonic())
@@ -184,43 +197,57 @@ class SlowMonitor:
 
     def _try_again_soon(self, check: _Inquiry) -> None:
         now = time.monotonic()
+        wait_s = min(REFUSED_S * 2**self._refusals, CHECK_AGAIN_S)  # it might fail each time
+        self._refusals += 1
         if check.onset is not None:
-            self._tries, self._retry_s = self._tries - 1, now + REFUSED_S
+            self._tries, self._retry_s = self._tries - 1, now + wait_s
         else:
             self._due = chain([self._next_s], self._due)
-            self._next_s = now - self._first_s + REFUSED_S
+            self._next_s = now - self._first_s + wait_s
 
     def _judge(self, check: _Inquiry) -> None:
         from safelaunch.addons.slow.late_rank import needs_another, slow_ranks
 
-        examinations = check.examinations
-        if needs_another(examinations):
+        pace_s = self._pace_s
+
+        def judge() -> SlowRanks | bool | None:
+            seen = check.examinations
+            if _pauses(seen[-1], pace_s):
+                return None
+            return needs_another(seen) or slow_ranks(seen, since_start=check.onset is None)
+
+        check.judging = BackgroundTask("slow ranks", judge)
+
+    def _conclude(self, check: _Inquiry, slow: SlowRanks | bool | None, now: float) -> None:
+        check.judging = None
+        if isinstance(slow, bool):
             self._ask(check)  # a second witness
             return
-        check.judging = BackgroundTask("slow ranks", lambda: slow_ranks(examinations, since_start=check.onset is None))
+        self._check = None
+        self._take(check, slow, now)
 
     def _take(self, check: _Inquiry, slow: SlowRanks | None, now: float) -> None:
         was = self._slow
         is_over = check.onset is not None and self._times.onset is None
         self._end_spell(now)
         if slow is None or is_over:
+            self._counted_s = now
             self._note("")
             return
-        begin_s = check.onset.at_s if check.onset is not None else self._first_s if was is None else now
-        self._slow = _SlowTime(slow, check.onset, begin_s)
+        since_s = check.onset.at_s if check.onset is not None else now if self._counted_s else self._first_s
+        known = was if was is not None and slow.ranks == was.slow.ranks else None
+        says = known is None and now - self._said_s >= APART_S and self._writing is None
+        is_said = says if known is None else known.is_said
+        self._slow = _SlowTime(slow, check.onset, max(since_s, self._counted_s), is_said)
         self._note(slow.words)
-        is_known = was is not None and slow.ranks == was.slow.ranks
-        if is_known or now - self._said_s < APART_S or self._writing is not None:
-            return
-        self._said_s = now
-        self._write(check, slow)
+        if says:
+            self._said_s = now
+            self._write(check, slow)
 
     def _write(self, check: _Inquiry, slow: SlowRanks) -> None:
         from safelaunch.addons.slow.bundle import FoundSlow, write_bundle
 
-        onset = self._times.onset
-        now_s = onset.now_s if onset is not None else self._times.usual_s
-        found = FoundSlow(slow, check.onset, check.examinations[-1], now_s, self._unit, check.since_unix_s)
+        found = FoundSlow(slow, check.onset, check.examinations[-1], self._pace_s, self._unit, check.since_unix_s)
         self._writing = BackgroundTask("bundle of a slow rank", lambda: write_bundle(found, self._job.view))
 
     def _finish_writing(self) -> None:
@@ -236,17 +263,18 @@ class SlowMonitor:
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def _say_end(self, slow: SlowRanks, now: float) -> None:
+    def _end_slow(self, spell: _SlowTime, now: float) -> None:
         self._end_spell(now)
         self._note("")
-        slows = "slows" if len(slow.ranks) == 1 else "slow"
-        pace = f"{self._times.usual_s:.3g} s a {self._unit}"
-        say(f"back to {pace}: {rank_words(slow.ranks)} no longer {slows} the job down")
+        slows = "slows" if len(spell.slow.ranks) == 1 else "slow"
+        pace = f"{self._times.normal[-1].step_s:.3g} s a {self._unit}"
+        if spell.is_said:
+            say(f"back to {pace}: {rank_words(spell.slow.ranks)} no longer {slows} the job down")
 
     def _end_spell(self, now: float) -> None:
         if self._slow is None:
             return
-        spell, self._slow = self._slow, None
+        spell, self._slow, self._counted_s = self._slow, None, now
         ranks = spell.slow.ranks
         self._lost_s[ranks] = self._lost_s.get(ranks, 0.0) + spell.slow.lost * (now - spell.begin_s)
         self._words[ranks] = spell.slow.words
@@ -255,6 +283,12 @@ class SlowMonitor:
         self._watch.note(SOURCE, (words,) if words else ())
         if self._topic.has_others and self._topic.leads:
             self._topic.publish(words.encode())
+
+
+def _pauses(examination: Examination, pace_s: float) -> bool:
+    # For example, rank 0 evaluates while the others wait.
+    steps = [rank.steps for rank in examination.recording.ranks if rank.steps is not None]
+    return bool(steps) and max(steps) * pace_s < PAUSES * examination.recording.elapsed_s
 
 
 def _times_of_checks() -> Iterator[float]:

@@ -8,8 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from safelaunch.addons.slow.links import BusyConnection, busy_connections, connections_of
 from safelaunch.beacon import garbage
@@ -35,9 +37,9 @@ RIVAL_SHARE = 0.1  # of a CPU
 class RankReadings(msgspec.Struct, frozen=True, omit_defaults=True):
     """Times in which a rank's main thread couldn't run, as shares of the measured time (0 to 1)."""
 
-    rank: int
+    rank: Annotated[int, Meta(ge=0)]
     host: str = ""
-    shares: dict[str, float] = {}
+    shares: dict[str, Annotated[float, Meta(ge=0.0, le=1.0)]] = {}
     """reason → share; lacks what couldn't be measured"""
     before: dict[str, float] = {}
     """reason → share of the time since the process started"""
@@ -61,6 +63,7 @@ class _Totals:
     at_s: float
     start_s: float
     queued_s: float | None
+    slices: int  # times that it got a CPU
     throttled_s: float
     stolen_s: float  # mean over the node's CPUs
     major_faults: int
@@ -91,7 +94,8 @@ def measure(targets: Sequence[Target], host: str, stop: threading.Event) -> list
     """Measures these ranks until ``stop`` is set."""
     ranks = {target.pid: target.rank for target in targets}
     before = _Node.read(ranks)
-    _garbage_collection(targets)
+    ended = _garbage_collection(targets)
+    _garbage_collection([target for target in targets if target.rank in ended])  # it was an earlier measurement's end
     states = _states(targets, stop)
     collecting = _garbage_collection(targets)
     after = _Node.read(ranks)
@@ -136,7 +140,7 @@ def _rounded(shares: Mapping[str, float]) -> dict[str, float]:
 
 
 def _totals(pid: int) -> _Totals | None:
-    stat = procstat.read(pid)
+    stat = procstat.read(pid, pid)  # of the main thread
     if stat is None or stat.state in "ZX":
         return None
     queued = text_of(f"/proc/{pid}/task/{pid}/schedstat").split()
@@ -146,6 +150,7 @@ def _totals(pid: int) -> _Totals | None:
         at_s=time.clock_gettime(time.CLOCK_BOOTTIME),
         start_s=stat.start_ticks / TICKS_S,
         queued_s=int(queued[1]) / 1e9 if len(queued) == 3 else None,
+        slices=int(queued[2]) if len(queued) == 3 else 0,
         throttled_s=cgroups.throttled_ms(pid) / 1000,
         stolen_s=int(cpu[8]) / TICKS_S / (os.cpu_count() or 1) if len(cpu) > 8 else 0.0,
         major_faults=stat.major_faults,
@@ -167,24 +172,36 @@ def _states(targets: Sequence[Target], stop: threading.Event) -> dict[int, Count
 
 def _shares(first: _Totals, last: _Totals, states: Counter[str]) -> dict[str, float]:
     seconds, seen = max(last.at_s - first.at_s, 1e-6), states.total()
-    throttled = min(1.0, (last.throttled_s - first.throttled_s) / seconds)
-    shares = {"cpu-quota": throttled, "cpu-steal": (last.stolen_s - first.stolen_s) / seconds}
-    if first.queued_s is not None and last.queued_s is not None:  # includes throttled time
-        shares["cpu-queue"] = max(0.0, min(1.0, (last.queued_s - first.queued_s) / seconds) - throttled)
+
+    def share(before_s: float, after_s: float) -> float:
+        return max(0.0, min(1.0, (after_s - before_s) / seconds))  # a process can move to another cgroup
+
+    throttled = share(first.throttled_s, last.throttled_s)
+    shares = {"cpu-steal": share(first.stolen_s, last.stolen_s)}
+    if first.queued_s is not None and last.queued_s:  # includes throttled time; a group's is the sum over its CPUs
+        queued = share(first.queued_s, last.queued_s)
+        throttled = min(throttled, queued)
+        shares["cpu-queue"] = queued - throttled
+    shares["cpu-quota"] = throttled
     if seen:
         shares["stopped"] = (states["T"] + states["t"]) / seen
-        blocked, faults = states["D"] / seen, last.major_faults - first.major_faults
-        is_by_faults = faults >= max(states["D"], 1)
-        shares["memory" if is_by_faults else "disk"] = blocked
-        shares["disk" if is_by_faults else "memory"] = 0.0
+        shares["disk"], shares["memory"] = states["D"] / seen, 0.0
+        faults = last.major_faults - first.major_faults
+        if faults >= max(states["D"], 1):
+            shares["disk"], shares["memory"] = 0.0, shares["disk"]
+        if "cpu-queue" in shares:  # after each fault, it queues for a CPU
+            of_faults = min(1.0, faults / max(1, last.slices - first.slices)) * shares["cpu-queue"]
+            shares["memory"] += of_faults
+            shares["cpu-queue"] -= of_faults
     return shares
 
 
 def _lifetime(totals: _Totals) -> dict[str, float]:
     seconds = max(totals.at_s - totals.start_s, 1e-6)
-    shares = {"cpu-quota": totals.throttled_s / seconds}
+    throttled_s = min(totals.throttled_s, totals.queued_s or totals.throttled_s)  # its group can be older
+    shares = {"cpu-quota": throttled_s / seconds}
     if totals.queued_s is not None:
-        shares["cpu-queue"] = max(0.0, totals.queued_s - totals.throttled_s) / seconds
+        shares["cpu-queue"] = max(0.0, totals.queued_s - throttled_s) / seconds
     return shares
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from safelaunch.addons.record.shares import RankTime
 from safelaunch.addons.record.slowness import percent
 from safelaunch.addons.slow.readings import RankReadings
+from safelaunch.model import Gpu
 
 MOST = 0.5  # share of the loss that a reason has to explain
 TIMES = 2.0  # how many times the other ranks' share
@@ -67,9 +68,9 @@ def reason_of(
     if own is None or not others:
         return None
     shares = {each.rank: _with_samples(each, times) for each in readings}
-    clocks = [each.gpu.sm_clock_mhz for each in others if each.gpu is not None and each.gpu.sm_clock_mhz]
-    if own.gpu is not None and own.gpu.sm_clock_mhz and len(clocks) == len(others):
-        shares[rank]["gpu-clock"] = max(0.0, 1.0 - own.gpu.sm_clock_mhz / min(clocks))
+    gpus = [each.gpu for each in others if each.gpu is not None and each.gpu.sm_clock_mhz]
+    if own.gpu is not None and len(gpus) == len(others) and _is_held_down(own.gpu, gpus):
+        shares[rank]["gpu-clock"] = max(0.0, 1.0 - _clock_mhz(own.gpu) / min(map(_clock_mhz, gpus)))
         for each in others:
             shares[each.rank]["gpu-clock"] = 0.0
     found: list[SlowReason] = []
@@ -82,6 +83,19 @@ def reason_of(
         if share - most >= MOST * lost and share >= max(TIMES * most, TIMES_BEFORE * past):
             found.append(SlowReason(kind, share, _WORDS[kind](percent(share), own)))
     return max(found, key=lambda reason: reason.share, default=None)
+
+
+def _is_held_down(gpu: Gpu, others: Sequence[Gpu]) -> bool:
+    # A GPU that waits for data lowers its clock, and one that computes reaches its power limit before one that waits.
+    limits = set(gpu.clocks_event_reasons or ("gpu_idle",))
+    if not gpu.sm_clock_mhz or "gpu_idle" in limits or any(gpu.name != other.name for other in others):
+        return False
+    others_w = [other.power_limit_w or 0.0 for other in others]
+    return limits != {"sw_power_cap"} or (gpu.power_limit_w is not None and gpu.power_limit_w < min(others_w))
+
+
+def _clock_mhz(gpu: Gpu) -> float:
+    return gpu.sm_clock_mhz or 0.0
 
 
 def _with_samples(readings: RankReadings, times: Sequence[RankTime]) -> dict[str, float]:

@@ -34,7 +34,7 @@ ARRIVALS_DEADLINE_S = 5.0
 
 
 class Examine(msgspec.Struct, frozen=True):
-    since_unix_s: float
+    since_unix_s: Annotated[float, Meta(ge=0.0, le=1e11)]
     """start of the arrivals to compare"""
 
 
@@ -61,9 +61,10 @@ class Examiner:
         if job.is_whole and late == ():
             return Examination(late={job.context.host: [[]]})
         targets = job.watch.targets()
-        if job.is_whole and late is not None:
-            others = [target for target in targets if target.rank not in late][: max(MOST_PEERS, 1 + 2 * len(late))]
-            targets = (*(target for target in targets if target.rank in late), *others)
+        if late is not None:
+            others = [target for target in targets if target.rank not in late]
+            most = max(MOST_PEERS, 1 + 2 * len(late)) if job.is_whole else None
+            targets = (*(target for target in targets if target.rank in late), *others[:most])
         targets = targets[:MOST_RANKS]
         done = threading.Event()
         readings = BackgroundTask("readings", lambda: measure(targets, job.context.host, done))
@@ -80,7 +81,8 @@ class Examiner:
 
     def merged(self, ask: Examine, parts: Sequence[Examination], notes: Sequence[str]) -> Examination:
         sampled = [part for part in parts if part.recording.ranks] or list(parts)[:1]
-        recording = Recorder().merged(Sampling(1.0), [part.recording for part in sampled], notes)
+        ranks = format_ranks(rank.rank for part in sampled for rank in part.recording.ranks)  # others weren't wanted
+        recording = Recorder().merged(Sampling(1.0, ranks), [part.recording for part in sampled], notes)
         return Examination(
             recording,
             [readings for part in parts for readings in part.readings],

@@ -197,8 +197,9 @@ def read_bundle(root: Path) -> EvidenceSource:
 
 def _slow_bundle(bundle: BundleFolder) -> EvidenceSource:
     stored = bundle.json("verdict.json", Verdict)
-    if stored is None:
-        raise Unreadable(f"the verdict of this slow rank is missing or damaged: {'; '.join(bundle.problems)}")
+    if stored is None or stored.outcome != "slow":
+        problems = "; ".join(bundle.problems) or "verdict.json has no such verdict"
+        raise Unreadable(f"the verdict of this slow rank is missing or damaged: {problems}")
     return EvidenceSource("a bundle of a slow rank", evidence_on("slow", (), 0), stored=stored)
 
 

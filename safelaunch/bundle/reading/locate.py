@@ -130,9 +130,8 @@ def _read_folder(folder: Path, scratch: Path) -> EvidenceSource:
         return replace(read_bundle(folder), bundles=(folder,))
     if is_run_directory(folder):
         return read_run(folder, scratch)
-    inside = sorted(
-        path for path in folder.iterdir() if not path.name.startswith(".") and not path.is_symlink() and is_bundle(path)
-    )
+    visible = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and not path.is_symlink())
+    inside = [path for path in visible if is_bundle(path)] or [path for path in visible if is_slow_bundle(path)][-1:]
     only_bundle = inside[0] if len(inside) == 1 else complete_bundle(inside)
     if only_bundle is not None:
         evidence = read_bundle(only_bundle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -104,8 +105,26 @@ def test_diagnose_prints_the_stored_verdict(tmp_path: Path, capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out)["slow"]["step"] == 4310
 
 
-def test_damaged_bundle_is_an_error_not_a_verdict(tmp_path: Path) -> None:
+def test_archive_of_the_bundle_is_diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, published = write_bundle(found(), job(tmp_path))
+    archive = tmp_path / "slow.tar.gz"
+    with tarfile.open(archive, "w:gz") as packed:
+        packed.add(published.path, published.path.name)
+    assert diagnose.main([str(archive)]) == 0
+    assert capsys.readouterr().out.startswith("a rank slows the job down: late-rank")
 
+
+@pytest.mark.parametrize("outcome", ["hang", None])
+def test_stored_verdict_on_something_else_is_not_believed(tmp_path: Path, outcome: str | None) -> None:
+    _, published = write_bundle(found(), job(tmp_path))
+    path = published.path / "verdict.json"
+    document = {**json.loads(path.read_text()), "outcome": outcome}
+    path.write_text(json.dumps(document)) if outcome else path.unlink()
+    with pytest.raises(UsageError, match=r"verdict\.json has no such verdict"):
+        diagnose.main([str(published.path)])
+
+
+def test_damaged_bundle_is_an_error_not_a_verdict(tmp_path: Path) -> None:
     _, published = write_bundle(found(), job(tmp_path))
     (published.path / "verdict.json").write_text("{")
     with pytest.raises(UsageError, match="The verdict of this slow rank is missing or damaged"):

@@ -18,13 +18,18 @@ from tests.unit.addons.record.recordings import ALL_REDUCE, FORWARD, recording
 EVEN = {FORWARD: 0.4, ALL_REDUCE: 0.6}
 
 
-def connections(*busy: tuple[str, str, float], hosts: str = "abc") -> dict[str, list[BusyConnection]]:
+def connections(
+    *busy: tuple[str, str, float], hosts: str = "abc", sent: int = 1000, others_sent: int = 1000
+) -> dict[str, list[BusyConnection]]:
     """Returns connections between all hosts, with these shares from one host to another; else 0.02."""
     shares = {(one, other): share for one, other, share in busy}
-    return {
-        one: [BusyConnection(f"{one}:{other}", f"{other}:{one}", shares.get((one, other), 0.02)) for other in hosts]
-        for one in hosts
-    }
+
+    def connection(one: str, other: str) -> BusyConnection:
+        by_others = (one, other) not in shares
+        share, count = shares.get((one, other), 0.02), others_sent if by_others else sent
+        return BusyConnection(f"{one}:{other}", f"{other}:{one}", share, count)
+
+    return {one: [connection(one, other) for other in hosts] for one in hosts}
 
 
 @pytest.mark.parametrize(
@@ -46,6 +51,33 @@ def test_only_the_node_at_all_busy_connections_is_named(
 ) -> None:
     found = slow_link(connections(*busy, hosts=hosts))
     assert (found.host if found is not None else "") == host
+
+
+@pytest.mark.parametrize(
+    "busy",
+    [
+        [("a", "b", 0.4), ("b", "c", 0.4)],  # stages of a pipeline
+        [("a", "b", 0.4), ("c", "b", 0.4), ("b", "a", 0.4), ("b", "c", 0.4)],  # a parameter server
+    ],
+)
+def test_node_that_sends_or_receives_most_of_the_data_is_not_named(busy: list[tuple[str, str, float]]) -> None:
+    assert slow_link(connections(*busy, sent=10_000, others_sent=5000)) is not None
+    assert slow_link(connections(*busy, sent=10_000, others_sent=2000)) is None
+
+
+def test_connection_between_two_addresses_of_one_node_does_not_count() -> None:
+    seen = connections(hosts="abcd")
+    seen["a"] += [BusyConnection("a2:1", "a3:2", 0.9, 1000), BusyConnection("a3:2", "a2:1", 0.9, 1000)]
+    assert slow_link(seen) is None
+
+
+def test_slow_link_is_not_named_if_the_ranks_hardly_wait() -> None:
+    readings = [
+        RankReadings(rank, host, connections=own)
+        for rank, (host, own) in enumerate(connections(("a", "b", 0.5), ("b", "c", 0.5)).items())
+    ]
+    quick = Examination(recording(*[{FORWARD: 0.95, ALL_REDUCE: 0.05}] * 3), readings)
+    assert slow_ranks([quick, quick], since_start=False) is None
 
 
 def test_connections_to_strangers_do_not_count() -> None:
@@ -73,8 +105,10 @@ def test_slow_link_needs_two_examinations_that_agree() -> None:
 
 def test_connection_is_busy_for_the_time_since_the_first_look() -> None:
     before = {1: TcpConnection("a:1", "b:2", 3.0)}
-    after = {1: TcpConnection("a:1", "b:2", 5.5), 2: TcpConnection("a:3", "b:2", 9.0)}
-    assert busy_connections(before, after, 10.0) == [BusyConnection("a:1", "b:2", 0.25)]
+    after = {1: TcpConnection("a:1", "b:2", 5.5, 70), 2: TcpConnection("a:3", "b:2", 9.0)}
+    assert busy_connections(before, after, 10.0) == [BusyConnection("a:1", "b:2", 0.25, 70)]
+    reused = {1: TcpConnection("a:7", "b:9", 5.5)}
+    assert busy_connections(before, reused, 10.0) == []
 
 
 def test_kernel_lists_connections_with_both_ends() -> None:

@@ -46,13 +46,13 @@ class Harness:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.watch = Watched()
         self.answers: list[SlowRanks | None] = []
-        self.refused = False
-        self.checks = 0
+        self.refused, self.seen = False, SEEN
+        self.checks = self.asked = 0
         self.suspects: list[dict[str, str]] = []
         context = SimpleNamespace(suspects=SimpleNamespace(start=self.suspects.append), run_name="train")
         job = SimpleNamespace(
             view=SimpleNamespace(watch=self.watch, context=context),
-            topic=lambda name: SimpleNamespace(has_others=False),
+            topic=lambda name: SimpleNamespace(has_others=False, gather=lambda: None),
             actions=SimpleNamespace(ask_nodes=self._ask),
         )
         monkeypatch.setattr(late_rank, "needs_another", lambda examinations: False)
@@ -63,7 +63,8 @@ class Harness:
         monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: self.watch.now, **clock))
 
     def _ask(self, service: object, ask: object, take: Any) -> None:
-        take(ServiceAnswer(problem="busy") if self.refused else ServiceAnswer(part=SEEN))
+        self.asked += 1
+        take(ServiceAnswer(problem="busy") if self.refused else ServiceAnswer(part=self.seen))
 
     def _judge(self, examinations: object, *, since_start: bool) -> SlowRanks | None:
         self.checks += 1
@@ -149,7 +150,7 @@ def test_refused_examination_is_tried_again_and_not_counted(job: Harness, capfd:
     job.run(600, 0.3)
     assert (said(capfd), job.checks) == ([], 0)
     job.refused = False
-    job.run(100, 0.3)
+    job.run(500, 0.3)
     assert "wait for rank 1" in said(capfd)[0] and job.checks == 1
 
 
@@ -166,3 +167,64 @@ def test_run_without_a_slow_rank_ends_in_silence(job: Harness, capfd: pytest.Cap
     job.run(700, 0.2)
     job.monitor.finish(succeeded=True)
     assert said(capfd) == []
+
+
+def test_time_before_an_examination_without_a_slow_rank_is_not_lost(
+    job: Harness, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job.answers = [None, None, SLOW]
+    job.run(3700, 0.2)  # the third check comes at 720 s
+    said(capfd)
+    job.monitor.finish(succeeded=True)
+    assert said(capfd) == [] and job.checks == 3
+
+
+def test_end_is_said_only_after_its_beginning_and_with_the_present_pace(
+    job: Harness, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job.run(130, 0.2)
+    job.answers = [None, *[SLOW] * 9]
+    job.run(40, 0.2)
+    job.run(200, 0.4)
+    assert "slower since step" in said(capfd)[0]
+    job.run(60, 0.28)
+    assert said(capfd) == ["safelaunch: back to 0.28 s a step: rank 1 no longer slows the job down"]
+    job.run(300, 0.2)
+    job.run(200, 0.4)
+    assert job.watch.notes == (SLOW.words,)
+    job.run(200, 0.2)
+    assert (job.watch.notes, said(capfd)) == ((), [])
+
+
+def test_checks_that_a_node_skipped_before_it_led_are_not_made_up_for(job: Harness) -> None:
+    job.watch.make(1, 0.2)
+    job.watch.now += 36_000
+    job.run(100, 0.2)
+    assert job.checks == 1
+
+
+def test_no_rank_is_examined_in_an_announced_phase(job: Harness) -> None:
+    job.run(100, 0.2)
+    for progress in job.watch.last_progress.values():
+        progress.phase = "evaluation"
+    job.watch.now += 60
+    job.monitor.tick()
+    assert job.checks == 0
+    job.run(10, 0.2)
+    assert job.checks == 1
+
+
+def test_examination_that_fails_each_time_is_tried_ever_more_rarely(job: Harness) -> None:
+    job.refused = True
+    job.run(5 * 3600, 0.2)
+    assert 3 <= job.asked <= 10
+
+
+@pytest.mark.parametrize(("steps", "is_said"), [(0, False), (20, False), (48, True), (None, True)])
+def test_rank_is_not_late_if_all_wait_for_its_evaluation(
+    job: Harness, capfd: pytest.CaptureFixture[str], steps: int | None, is_said: bool
+) -> None:
+    recorded = Recording(ranks=[RankRecord(rank, steps=steps) for rank in range(2)], elapsed_s=10.0)
+    job.seen, job.answers = Examination(recorded, late={"": [[1], [1]]}), [SLOW]
+    job.run(200, 0.2)
+    assert bool(said(capfd)) == is_said

@@ -67,15 +67,40 @@ def test_unknown_is_no_difference() -> None:
 )
 def test_slow_clock_is_a_reason_if_the_other_gpus_are_faster(clocks: Sequence[float], kind: str) -> None:
     seen = [
-        replace(readings(rank), gpu=Gpu(rank, sm_clock_mhz=mhz, clocks_event_reasons=("sw_power_cap",)))
+        replace(readings(rank), gpu=Gpu(rank, sm_clock_mhz=mhz, clocks_event_reasons=("hw_thermal_slowdown",)))
         for rank, mhz in enumerate(clocks)
     ]
     reason = reason_of(1, 0.3, seen, [], since_start=False)
     assert (reason.kind if reason is not None else "") == kind
-    words = "its GPU's SM clock is 1,300 MHz (sw_power_cap), 34% below the other ranks'"
+    words = "its GPU's SM clock is 1,300 MHz (hw_thermal_slowdown), 34% below the other ranks'"
     assert reason is None or reason.words == words
     unread = [*seen[:2], replace(seen[2], gpu=None)]
     assert reason_of(1, 0.3, unread, [], since_start=False) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_reason"),
+    [
+        ({"clocks_event_reasons": ("sw_power_cap", "sw_thermal_slowdown")}, True),
+        ({"clocks_event_reasons": ("sw_power_cap",), "power_limit_w": 400.0}, True),
+        ({"clocks_event_reasons": ("sw_power_cap",), "power_limit_w": 700.0}, False),  # it computes, the others wait
+        ({"clocks_event_reasons": ("sw_power_cap",)}, False),
+        ({"clocks_event_reasons": ("gpu_idle",)}, False),  # it waits for its data
+        ({"clocks_event_reasons": None}, False),
+        ({"clocks_event_reasons": ()}, False),
+        ({"name": "another model"}, False),
+        ({"sm_clock_mhz": None}, False),
+    ],
+)
+def test_clock_is_no_reason_if_the_gpu_idles_or_computes_at_its_limit(
+    changed: dict[str, object], is_reason: bool
+) -> None:
+    gpu = Gpu(0, name="H100", sm_clock_mhz=1300.0, clocks_event_reasons=("hw_slowdown",), power_limit_w=700.0)
+    quick = replace(gpu, sm_clock_mhz=1980.0, clocks_event_reasons=(), power_limit_w=700.0)
+    own = replace(readings(1), gpu=replace(gpu, **{"power_limit_w": None, **changed}))
+    others = [replace(readings(rank), gpu=quick) for rank in (0, 2)]
+    reason = reason_of(1, 0.3, [*others, own], [], since_start=True)
+    assert (reason is not None and reason.kind == "gpu-clock") == is_reason
 
 
 def test_rival_is_named() -> None:
@@ -130,3 +155,18 @@ def test_same_line_that_takes_longer_is_more_work_or_a_slower_device() -> None:
     other = {FORWARD: 0.3, BACKWARD: 0.4, ALL_REDUCE: 0.3}
     slow = slow_ranks([examination(other, late, other, a=[[1], [1]])], since_start=True)
     assert slow is not None and slow.why == " (1.7 times as long: more work, or a slower device)"
+
+
+@pytest.mark.parametrize(("busy", "ranks"), [((99, 100), None), ((99, 60), (1,)), ((70, 75), (1,)), ((None, 99), (1,))])
+def test_rank_whose_gpu_never_idles_is_not_late(busy: Sequence[int | None], ranks: tuple[int, ...] | None) -> None:
+    late = {FORWARD: 0.2, BACKWARD: 0.55, AUGMENT: 0.25}
+    other = {FORWARD: 0.2, BACKWARD: 0.8}
+    seen = [
+        Examination(
+            recording(other, late, other, active={BACKWARD: 0.0}),
+            [replace(readings(1), gpu=Gpu(1, utilisation_percent=percents))],
+        )
+        for percents in busy
+    ]
+    slow = slow_ranks(seen, since_start=True)
+    assert (slow.ranks if slow is not None else None) == ranks
