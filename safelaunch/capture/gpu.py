@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,17 @@ def _gpus(nvml: Any) -> tuple[Gpu, ...]:
     return tuple(_gpu(nvml, index) for index in range(min(nvml.nvmlDeviceGetCount(), MAX_GPUS)))
 
 
+def _answer(nvml: Any, lost: list[str], function: Callable[[], Any]) -> Any:
+    """Returns the driver's answer; None if there is none. Adds the error to ``lost`` if the GPU is lost."""
+    try:
+        return function()
+    except AttributeError:
+        return None
+    except nvml.NVMLError as error:
+        lost.extend([str(error)] if error.value == nvml.NVML_ERROR_GPU_IS_LOST else [])
+        return None
+
+
 def _gpu(nvml: Any, index: int) -> Gpu:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -105,23 +117,8 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         return Gpu(index, error=str(error))
 
     lost: list[str] = []
-
-    def answer(function: Callable[[], Any]) -> Any:
-        try:
-            return function()
-        except AttributeError:
-            return None
-        except nvml.NVMLError as error:
-            lost.extend([str(error)] if error.value == nvml.NVML_ERROR_GPU_IS_LOST else [])
-            return None
-
-    def ecc(kind: str) -> Any:
-        return answer(
-            lambda: nvml.nvmlDeviceGetTotalEccErrors(
-                handle, getattr(nvml, f"NVML_MEMORY_ERROR_TYPE_{kind}"), nvml.NVML_VOLATILE_ECC
-            )
-        )
-
+    answer = partial(_answer, nvml, lost)
+    corrected, uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
     memory = answer(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     rates = answer(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
     remapped = answer(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
@@ -140,8 +137,10 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         memory_clock_mhz=answer(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)),
         power_limit_w=answer(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000),
         clocks_event_reasons=answer(lambda: _clocks_event_reasons(nvml, handle)),
-        ecc_errors=ecc("UNCORRECTED"),
-        corrected_ecc_errors=ecc("CORRECTED"),
+        ecc_errors=answer(lambda: nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, nvml.NVML_VOLATILE_ECC)),
+        corrected_ecc_errors=answer(
+            lambda: nvml.nvmlDeviceGetTotalEccErrors(handle, corrected, nvml.NVML_VOLATILE_ECC)
+        ),
         row_remap_pending=bool(remapped[2]) if remapped else None,
         row_remap_failed=bool(remapped[3]) if remapped else None,
         pcie_replays=answer(lambda: nvml.nvmlDeviceGetPcieReplayCounter(handle)),

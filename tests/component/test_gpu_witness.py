@@ -110,6 +110,7 @@ def configuration(readings: State, **broken: Any) -> str:
     return json.dumps({"version": "1.0", "system": SYSTEM, "device_defaults": DEFAULTS, "devices": devices})
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not MOCK, reason="needs NVIDIA's mock of NVML: set MOCK_NVML")
 @pytest.mark.parametrize(
     ("readings", "broken", "expected"),

@@ -125,8 +125,8 @@ _PLANTED = (
     # with a reason that isn't in the script
     Case("collector-release-50", "replay", 3, 1, "release", share=0.50, reasons=GARBAGE),
     Case("collector-manual-25-start", "replay", 2, 0, "manual", share=0.25, reasons=GARBAGE, from_start=True),
-    Case("gil-50", "background", 2, 1, "gil", 0.025, 0.50),
-    Case("gil-25-start", "background", 3, 2, "gil", 0.018, 0.25, from_start=True),
+    Case("gil-50", "background", 2, 1, "gil", 0.025, 0.50, reasons=("", "gil")),
+    Case("gil-25-start", "background", 3, 2, "gil", 0.018, 0.25, reasons=("", "gil"), from_start=True),
     Case("log-pipe-50", "background", 3, 0, "pipe", 0.1, 0.50, reasons=("", *DISK)),
     Case("page-faults-50", "tokens", 3, 2, "faults", 0.09, 0.50, reasons=MEMORY),
     Case("page-faults-25-start", "tokens", 4, 0, "faults", 0.05, 0.25, reasons=MEMORY, from_start=True),
@@ -205,7 +205,7 @@ _PLANTED = (
 _HEALTHY = (
     Case("even-vision", "vision", 3),
     Case("evaluations", "vision", 3, words=("--evaluate=all",)),
-    Case("evaluations-rank-0", "vision", 3, words=("--evaluate=first",)),
+    Case("evaluations-rank-0", "vision", 3, words=("--evaluate=first", "--every=300")),
     Case("rare-slow-items", "workers", 2, how="rare"),
     Case("growing-sequences", "lm", 3, how="growing"),
     Case("doubled-batch", "lm", 3, how="double"),
@@ -218,7 +218,7 @@ _HEALTHY = (
     Case("even-solver", "solver", 4),
     Case("even-solver-exec", "solver", 3, words=("--reduce-only",), exec=True),
     Case("even-nodes", "wide", 4, nodes=2),
-    Case("checkpoints-rank-0", "callbacks", 3, words=("--save-every=100",)),
+    Case("checkpoints-rank-0", "callbacks", 3, words=("--save-every=200",)),
     Case("log-rank-0", "callbacks", 3, how="log"),
     Case("pauses", "callbacks", 2, how="pauses"),
     Case("phases", "callbacks", 2, how="phases"),
@@ -228,7 +228,14 @@ _HEALTHY = (
     Case("alternating", "experts", 3, how="alternating"),
     Case("uneven-last-batches", "experts", 3, how="last-batch"),
     Case("compile-warm-up", "compiled", 3),
-    Case("short-neighbour", "pinned", 2, words=("--work=0.04",), outside="neighbour", alone=True),
+    Case(
+        "short-neighbour",
+        "pinned",
+        2,
+        words=("--work=0.04", "--slow-rank=1", "--onset=inf"),
+        outside="neighbour",
+        alone=True,
+    ),
     Case("bursts-on-all", "pinned", 2, words=("--work=0.04", "--pin=none"), outside="bursts", alone=True),
 )
 

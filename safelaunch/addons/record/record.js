@@ -30,7 +30,7 @@ function ranks() {
     h("td", {}, capital(ranksWord(one.r, one.n))), cell("waits", bar(one.waits), "num"),
     names.map((name) => cell(name, bar(one.kinds[page.kinds.indexOf(name)]), "num")),
     cell("steps", one.steps, "num")));
-  section("ranks", "The ranks", h("span", { class: "dim" }, "shares of the main thread's time; waits: for peers, in a backward also for the device"),
+  section("ranks", "The ranks", h("span", { class: "dim" }, "shares of the main thread's time; waits: for peers or the device"),
     table(["ranks", "waits", ...names, "steps"], rows));
 }
 

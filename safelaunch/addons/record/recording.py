@@ -20,7 +20,7 @@ LONGEST_S = 300.0
 class Sampling(msgspec.Struct, frozen=True):
     duration_s: Annotated[float, Meta(ge=1.0, le=LONGEST_S)]
     ranks: Annotated[str, Meta(max_length=4096)] = ""  # like ``0-3,5``; empty: all
-    share: Annotated[float, Meta(gt=0.0, le=0.1)] = 0.01  # of the node's CPUs, for py-spy
+    share: Annotated[float, Meta(gt=0.0, le=0.2)] = 0.01  # of the node's CPUs, for py-spy
     children: bool = True  # sample DataLoader workers, too
 
 
@@ -67,6 +67,7 @@ class Recording(msgspec.Struct, frozen=True, omit_defaults=True):
     code_roots: tuple[str, ...] = ()  # directories of installed packages
     notes: list[str] = []
     command: list[str] = []
+    on_gpu: bool = False  # some node has a GPU driver
     elapsed_s: float = 0.0  # time in which steps were counted; exceeds ``duration_s`` on a busy node
 
 
@@ -117,6 +118,7 @@ def merge(recordings: list[Recording]) -> Recording:
         ranks=[ranks[rank] for rank in sorted(ranks)],
         rate_hz=min(recording.rate_hz for recording in recordings),
         notes=list(dict.fromkeys(note for recording in recordings for note in recording.notes)),
+        on_gpu=any(recording.on_gpu for recording in recordings),
         code_roots=tuple(dict.fromkeys(root for recording in recordings for root in recording.code_roots)),
     )
 

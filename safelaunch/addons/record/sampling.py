@@ -92,8 +92,7 @@ def sample(
         stop: If set, the sampling ends early.
     """
     jobs = [(number, name) for number, process in enumerate(processes) for name in process.passes]
-    identities = [identify(process.pid) for process in processes]
-    stopped = [_is_stopped(process.pid) for process in processes]
+    states = [(identify(process.pid), _is_stopped(process.pid)) for process in processes]
     with tempfile.TemporaryDirectory(prefix="record-", dir=folder) as scratch:
         paths = {(number, name): Path(scratch) / f"{number}-{name}" for number, name in jobs}
         try:
@@ -106,13 +105,13 @@ def sample(
         output_of = dict(zip(jobs, outputs, strict=True))
         records = []
         for at, process in enumerate(processes):
-            was = identities[at]
+            was, was_stopped = states[at]
             if was is None or was.start_ticks != process.start_ticks:
                 records.append(ProcessRecord(process.pid, process.role, problem="the process has ended"))
                 continue
             data = {name: _read(paths[at, name]) for name in process.passes}
             problem = _problem(process.pid, output_of[at, "all"], data["all"], duration_s)
-            problem = problem or (STOPPED if stopped[at] and _is_stopped(process.pid) else "")
+            problem = problem or (STOPPED if was_stopped and _is_stopped(process.pid) else "")
             record = _process(process, data, numbers, max(1, round(duration_s)) * rate_hz, problem)
             active = output_of.get((at, "active"))
             records.append(replace(record, tells_active=active is not None and active.returncode == 0))

@@ -20,6 +20,7 @@ from safelaunch.beacon import layout
 from safelaunch.capture.look import Target
 from safelaunch.capture.pages import read_meta
 from safelaunch.job.process import process_table
+from safelaunch.leases.inventory import has_driver
 from safelaunch.model.words import ranks_in
 from safelaunch.supervise.cluster.messages import MOST_RANKS
 from safelaunch.supervise.respond import JobView
@@ -67,6 +68,7 @@ class Recorder:
             code_roots=_code_roots(job),
             command=job.context.redactor.argv(job.context.script),
             elapsed_s=round(elapsed_s, 2),
+            on_gpu=has_driver(os.environ),
         )
         return job.context.cleaned(samples)
 

@@ -59,20 +59,24 @@ class Activity:
 
 
 PIPELINE_WAIT = LibraryCall(("/torch/distributed/pipelining/schedules.py",), frozenset({"_wait_batch_p2p"}))
+LineReader = Callable[[str, int], str | None]
 _WAITS = re.compile(r"\.wait\(")
-
-ReadLine = Callable[[str, int], str | None]
+_COPIES = re.compile(r"\.(item|cpu|tolist|numpy)\(")  # waits until the GPU has computed the value
 
 
 def activity_of(
-    frames: Sequence[Frame], code_roots: tuple[str, ...] = (), read_line: ReadLine = user_source.line
+    frames: Sequence[Frame],
+    code_roots: tuple[str, ...] = (),
+    read_line: LineReader = user_source.line,
+    *,
+    on_gpu: bool = False,
 ) -> Activity:
     stack = Stack(tuple(frames), code_roots)
-    kind, what = _kind(stack, read_line)
+    kind, what = _kind(stack, read_line, on_gpu=on_gpu)
     return Activity(kind, what, stack.user_frame)
 
 
-def _kind(stack: Stack, read_line: ReadLine) -> tuple[TimeKind, str]:
+def _kind(stack: Stack, read_line: LineReader, *, on_gpu: bool) -> tuple[TimeKind, str]:
     wait = torch_wait(stack)
     if wait is not None:
         return ("send or receive" if wait.kind == "p2p" else "collective"), wait.op
@@ -87,19 +91,20 @@ def _kind(stack: Stack, read_line: ReadLine) -> tuple[TimeKind, str]:
         return "data loading", "dataset"
     if activity is None and leaving(stack.frames):
         return "script", "exit"
-    if activity is None and _waits_for_work(stack, read_line):
+    line = _line_inside_c(stack, read_line) if activity is None else ""
+    if _WAITS.search(line):
         return "collective", "wait"
+    if on_gpu and (copies := _COPIES.search(line)) is not None:
+        return "device", copies[1]
     if activity == "backward" and _by_frame(stack.called) != "backward":
         return activity, OWN_CODE  # called by the backward pass
     return (activity, "") if activity is not None else ("script", "")
 
 
-def _waits_for_work(stack: Stack, read_line: ReadLine) -> bool:
-    # ``work.wait()`` in the user's line: no Python frame shows that it is in c10d
+def _line_inside_c(stack: Stack, read_line: LineReader) -> str:
+    # In C, no Python frame shows that ``work.wait()`` is in c10d.
     frame = stack.user_frame
-    if frame is None or stack.called:
-        return False
-    return _WAITS.search(read_line(frame.file, frame.line) or "") is not None
+    return (read_line(frame.file, frame.line) or "") if frame is not None and not stack.called else ""
 
 
 def _by_frame(frames: Sequence[Frame]) -> TimeKind | None:
@@ -144,7 +149,7 @@ class RankTime:
     kinds: Mapping[TimeKind, float]
     places: Mapping[CodeLocation, float]
     lines: Mapping[CodeLocation, Mapping[int, float]]
-    waits: float  # for peers, and in a backward also for the device
+    waits: float  # for peers or the device
     gil: float  # held by the main thread
     holders: tuple[GilHolder, ...] = ()
     steps: int | None = None
@@ -168,7 +173,8 @@ class StackIndex:
 
     def activity(self, number: int) -> Activity:
         if number not in self._known:
-            self._known[number] = activity_of(self.frames(number), self._recording.code_roots)
+            recording = self._recording
+            self._known[number] = activity_of(self.frames(number), recording.code_roots, on_gpu=recording.on_gpu)
         return self._known[number]
 
     def user_frame(self, number: int) -> Frame | None:
@@ -215,7 +221,7 @@ def _rank(rank: RankRecord, recording: Recording, stacks: StackIndex) -> RankTim
 
 def _place(activity: Activity) -> CodeLocation:
     file, function = (activity.frame.file, activity.frame.function) if activity.frame is not None else ("", "")
-    return CodeLocation(activity.kind, activity.what, file, function, waits=activity.kind in WAITS)
+    return CodeLocation(activity.kind, activity.what, file, function, waits=activity.kind in (*WAITS, "device"))
 
 
 def _split_backward(
@@ -284,6 +290,10 @@ def share_of(times: Sequence[RankTime], kind: TimeKind) -> float:
 
 def place_share(times: Sequence[RankTime], place: CodeLocation) -> float:
     return mean([time.places.get(place, 0.0) for time in times])
+
+
+def line_share(times: Sequence[RankTime], place: CodeLocation, frame: Frame | None) -> float:
+    return mean([time.lines.get(place, {}).get(frame.line if frame is not None else 0, 0.0) for time in times])
 
 
 def frame_of(times: Sequence[RankTime], place: CodeLocation, others: Sequence[RankTime] = ()) -> Frame | None:

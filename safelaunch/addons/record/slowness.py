@@ -22,6 +22,7 @@ from safelaunch.addons.record.shares import (
     TimeKind,
     WorkerTime,
     frame_of,
+    line_share,
     mean,
     place_share,
     share_of,
@@ -40,6 +41,7 @@ LOADING, HELD, WAITING, SAVING, OWN_CODE = 0.15, 0.25, 0.30, 0.15, 0.25
 SCARCE = 0.6  # share of time for which the GIL is held; below it, threads hardly wait for it
 OTHER_THREAD = "Move that thread's work to a separate process, or to code that releases the GIL."
 NAMED = 0.4  # share of a difference that a function must explain to be named
+MOST_OF_IT = 0.5  # share of a function's difference in one line, for the line's shares to be given
 MOSTLY = 0.9  # share of a function's time in one of its lines
 
 
@@ -118,7 +120,7 @@ class LateRanks:
     """place in which the late ranks spend most of the difference; None if no place explains it"""
     frame: Frame | None
     share: float
-    """share of the late ranks' time at that place"""
+    """share of the late ranks' time at that line, or in its function if the difference is spread over its lines"""
     share_of_others: float
 
 
@@ -139,8 +141,11 @@ def _late_ranks(late: Sequence[RankTime], rest: Sequence[RankTime]) -> LateRanks
     ranks = tuple(time.rank for time in late)
     if most is None or excess[most] < NAMED * difference:
         return LateRanks(ranks, difference, None, None, 0.0, 0.0)
-    shares = place_share(late, most), place_share(rest, most)
-    return LateRanks(ranks, difference, most, frame_of(late, most, rest), *shares)
+    frame, shares = frame_of(late, most, rest), (place_share(late, most), place_share(rest, most))
+    line = (line_share(late, most, frame), line_share(rest, most, frame))
+    if line[0] - line[1] >= MOST_OF_IT * excess[most]:
+        shares = line
+    return LateRanks(ranks, difference, most, frame, *shares)
 
 
 def _late(times: Sequence[RankTime]) -> TimeFinding | None:
@@ -292,7 +297,7 @@ def _gil(times: Sequence[RankTime], late: TimeFinding | None) -> TimeFinding | N
 
 
 def _waiting(times: Sequence[RankTime], late: TimeFinding | None, missing: Sequence[str]) -> TimeFinding | None:
-    share = mean([time.waits for time in times])
+    share = mean([sum(part for at, part in time.places.items() if at.waits and at.kind != "device") for time in times])
     if share < WAITING or late is not None:
         return None
     where = _longest_wait(times)

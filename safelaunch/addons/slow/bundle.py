@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from safelaunch.addons.record.files import files_of
 from safelaunch.addons.record.rows import RecordingReport
-from safelaunch.addons.record.slowness import verdict_of
+from safelaunch.addons.record.slowness import Slowness, TimeFinding, verdict_of
 from safelaunch.addons.slow.late_rank import SlowRanks
 from safelaunch.addons.slow.service import Examination
 from safelaunch.addons.slow.step_times import Onset
@@ -168,7 +168,7 @@ def write_bundle(found: FoundSlow, job: JobView) -> tuple[Verdict, Publication]:
     if found.onset is not None:
         facts[f"slower since {found.unit}"] = f"{found.onset.step:,}, {_utc(begin)}"
         facts[f"{found.unit}, before and now"] = f"{seconds(found.onset.before_s)}, {seconds(found.now_s)}"
-    report = RecordingReport(recording, verdict_of(recording), facts=facts)
+    report = RecordingReport(recording, _slowness(found, judged), facts=facts)
     for path, text in files_of(report).items():
         staging.add_report(Artifact(path, OURS, 0.0), text)
     staging.add_json(Artifact("readings.json", OURS, 0.0), found.examination.readings)
@@ -187,6 +187,13 @@ def write_bundle(found: FoundSlow, job: JobView) -> tuple[Verdict, Publication]:
     )
     context.unfinished.let_go(root)
     return judged, published
+
+
+def _slowness(found: FoundSlow, judged: Verdict) -> Slowness:
+    slow, slowness = found.slow, verdict_of(found.examination.recording)
+    first = TimeFinding("late-rank", slow.lost, slow.ranks, judged.summary, slow.frame, judged.suggestions[0])
+    besides = (finding for finding in slowness.findings if finding.kind != "late-rank")
+    return replace(slowness, headline=judged.summary, findings=(first, *besides))
 
 
 def _finish(staging: Staging, job: JobView, begin_unix_s: float) -> None:

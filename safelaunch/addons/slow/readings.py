@@ -63,6 +63,7 @@ class _Totals:
     at_s: float
     start_s: float
     queued_s: float | None
+    slices: int  # times that it got a CPU
     throttled_s: float
     stolen_s: float  # mean over the node's CPUs
     major_faults: int
@@ -149,6 +150,7 @@ def _totals(pid: int) -> _Totals | None:
         at_s=time.clock_gettime(time.CLOCK_BOOTTIME),
         start_s=stat.start_ticks / TICKS_S,
         queued_s=int(queued[1]) / 1e9 if len(queued) == 3 else None,
+        slices=int(queued[2]) if len(queued) == 3 else 0,
         throttled_s=cgroups.throttled_ms(pid) / 1000,
         stolen_s=int(cpu[8]) / TICKS_S / (os.cpu_count() or 1) if len(cpu) > 8 else 0.0,
         major_faults=stat.major_faults,
@@ -183,10 +185,14 @@ def _shares(first: _Totals, last: _Totals, states: Counter[str]) -> dict[str, fl
     shares["cpu-quota"] = throttled
     if seen:
         shares["stopped"] = (states["T"] + states["t"]) / seen
-        blocked, faults = states["D"] / seen, last.major_faults - first.major_faults
-        is_by_faults = faults >= max(states["D"], 1)
-        shares["memory" if is_by_faults else "disk"] = blocked
-        shares["disk" if is_by_faults else "memory"] = 0.0
+        shares["disk"], shares["memory"] = states["D"] / seen, 0.0
+        faults = last.major_faults - first.major_faults
+        if faults >= max(states["D"], 1):
+            shares["disk"], shares["memory"] = 0.0, shares["disk"]
+        if "cpu-queue" in shares:  # after each fault, it queues for a CPU
+            of_faults = min(1.0, faults / max(1, last.slices - first.slices)) * shares["cpu-queue"]
+            shares["memory"] += of_faults
+            shares["cpu-queue"] -= of_faults
     return shares
 
 

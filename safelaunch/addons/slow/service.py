@@ -25,9 +25,9 @@ from safelaunch.supervise.looks import ask_each
 from safelaunch.supervise.respond import JobView
 from safelaunch.system.task import BackgroundTask
 
-SHORTEST_S, LONGEST_S = 10.0, 20.0  # of the samples
+SHORTEST_S, LONGEST_S = 8.0, 20.0  # of the samples
 SAMPLES = 160  # of each rank, for a difference of 15 % to exceed its scatter
-SHARE = 0.03  # share of the node's CPUs, for at most LONGEST_S
+SHARE, LEAST_CPUS = 0.03, 0.12  # the larger, for at most LONGEST_S: share of the node's CPUs, and CPUs
 MOST_PEERS = 3
 MOST_RANKS = 8  # of a node, if nothing shows which rank is late
 ARRIVALS_DEADLINE_S = 5.0
@@ -112,5 +112,6 @@ def late_by_arrivals(job: JobView, since_unix_s: float) -> tuple[int, ...] | Non
 
 def _sampling(ranks: Sequence[int]) -> Sampling:
     cpus = len(os.sched_getaffinity(0))
-    rate_hz = sampling.rate_for(len(ranks) * len(sampling.PASSES), cpus, SHARE)
-    return Sampling(min(LONGEST_S, max(SHORTEST_S, SAMPLES / rate_hz)), format_ranks(ranks), SHARE, children=False)
+    share = max(SHARE, LEAST_CPUS / cpus)
+    rate_hz = sampling.rate_for(len(ranks) * len(sampling.PASSES), cpus, share)
+    return Sampling(min(LONGEST_S, max(SHORTEST_S, SAMPLES / rate_hz)), format_ranks(ranks), share, children=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 
@@ -59,11 +58,11 @@ class Interlude(Callback):
     """Stops for a while: announced to safelaunch as a pause or as a phase."""
 
     def on_batch_end(self, trainer: Trainer) -> None:
-        if trainer.args.how not in ("pauses", "phases") or trainer.step % 150:
+        if trainer.args.how not in ("pauses", "phases") or trainer.step % 400:
             return
         announced = safelaunch.pause() if trainer.args.how == "pauses" else safelaunch.phase("export", "5m")
-        with announced if trainer.step % 300 else contextlib.nullcontext():
-            time.sleep(6.0 if trainer.rank == 0 else 1.0)
+        with announced:
+            time.sleep(4.0 if trainer.rank == 0 else 1.0)
         dist.barrier()
 
 

@@ -224,3 +224,19 @@ def test_users_line_that_waits_for_its_work_is_a_wait_for_peers(line: str | None
 def test_transfer_of_a_pipeline_is_a_wait_for_peers() -> None:
     wait = Frame(f"{TORCH}/distributed/pipelining/schedules.py", 683, "_wait_batch_p2p")
     assert activity_of([wait, MODULE]).kind == "send or receive"
+
+
+def test_copy_from_a_gpu_is_a_wait_for_it_only_if_there_is_a_gpu() -> None:
+    def line(file: str, number: int) -> str:
+        return "    total += loss.item()"
+
+    assert activity_of([MODULE], read_line=line, on_gpu=True).kind == "device"
+    assert activity_of([MODULE], read_line=line).kind == "script"
+
+
+def test_ranks_that_wait_for_their_gpu_wait_for_a_late_rank_but_not_for_communication() -> None:
+    synchronize = (MODULE, Frame(f"{TORCH}/cuda/__init__.py", 1085, "synchronize"))
+    rest, late = {synchronize: 0.6, FORWARD: 0.4}, {synchronize: 0.1, AUGMENT: 0.5, FORWARD: 0.4}
+    (finding,) = verdict_of(recording(rest, late, rest)).findings
+    assert (finding.kind, finding.ranks) == ("late-rank", (1,))
+    assert verdict_of(recording(rest, rest, rest)).findings == ()

@@ -73,6 +73,8 @@ def test_bundle_is_private_complete_and_names_rank_line_onset_cost_and_reason(tm
     assert verdict.summary.endswith("it waited 40% of the time for a CPU.")
     assert [claim.claim for claim in verdict.evidence][2:] == ["rank 1: errors of its GPU: pcie replays +31"]
     assert json.loads((published.path / "manifest.json").read_text())["job"]["outcome"] == "slow"
+    assert verdict.summary in (published.path / "report.md").read_text().replace("\n", " ")
+    assert "Slower since step 4,310" in (published.path / "record.html").read_text()
     assert not list((tmp_path / "run").iterdir())
 
 

@@ -15,7 +15,7 @@ from safelaunch.addons.slow.readings import _shares, _Totals, measure
 from safelaunch.capture.look import Target
 from safelaunch.job.process import identify
 
-START = _Totals(100.0, 10.0, 5.0, 50.0, 1.0, 0, 0, 0)
+START = _Totals(100.0, 10.0, 5.0, 1000, 50.0, 1.0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,21 @@ def test_request_that_got_no_answer_does_not_shift_later_measurements(monkeypatc
     stop.set()
     (reading,) = measure([Target(0, 0, here.pid, here.start_ticks, socket=Path("socket"))], "a", stop)
     assert reading.shares["garbage-collection"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("faults", "slices", "memory", "disk", "queue"),
+    [
+        (0, 1000, 0.0, 0.1, 0.2),
+        (2000, 2000, 0.3, 0.0, 0.0),  # it got a CPU once for each fault
+        (1000, 4000, 0.15, 0.0, 0.15),
+        (5, 1000, 0.001, 0.1, 0.199),
+    ],
+)
+def test_rank_that_queues_after_each_page_fault_waits_for_memory(
+    faults: int, slices: int, memory: float, disk: float, queue: float
+) -> None:
+    end = replace(START, at_s=110.0, queued_s=7.0, slices=START.slices + slices, major_faults=faults)
+    shares = _shares(START, end, Counter({"S": 90, "D": 10}))
+    expected = {"memory": memory, "disk": disk, "cpu-queue": queue}
+    assert {name: shares[name] for name in expected} == pytest.approx(expected)
