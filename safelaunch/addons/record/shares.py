@@ -60,7 +60,7 @@ class Activity:
 
 PIPELINE_WAIT = LibraryCall(("/torch/distributed/pipelining/schedules.py",), frozenset({"_wait_batch_p2p"}))
 LineReader = Callable[[str, int], str | None]
-_WAITS = re.compile(r"\.wait\(")
+_WAITS = re.compile(r"^[^#]*(?<!\bos)\.wait\(")  # not for a child process
 _COPIES = re.compile(r"\.(item|cpu|tolist|numpy)\(")  # waits until the GPU has computed the value
 
 
@@ -91,10 +91,10 @@ def _kind(stack: Stack, read_line: LineReader, *, on_gpu: bool) -> tuple[TimeKin
         return "data loading", "dataset"
     if activity is None and leaving(stack.frames):
         return "script", "exit"
-    line = _line_inside_c(stack, read_line) if activity is None else ""
+    line = _line_inside_c(stack, read_line) if activity in (None, "backward") else ""
     if _WAITS.search(line):
         return "collective", "wait"
-    if on_gpu and (copies := _COPIES.search(line)) is not None:
+    if on_gpu and activity is None and (copies := _COPIES.search(line)) is not None:
         return "device", copies[1]
     if activity == "backward" and _by_frame(stack.called) != "backward":
         return activity, OWN_CODE  # called by the backward pass

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -98,12 +99,15 @@ class Examiner:
 
 def late_by_arrivals(job: JobView, since_unix_s: float) -> tuple[int, ...] | None:
     """Returns the ranks of this node that the others wait for; empty if there are none, None if that can't be seen."""
-    targets = [target for target in job.watch.targets() if target.socket is not None]
+    targets = job.watch.targets()
     answers = ask_each(targets, lambda target: arrivals_of(str(target.socket)), deadline_s=ARRIVALS_DEADLINE_S)
     since_ns = int(since_unix_s * 1e9)
     recent = {rank: {call: at for call, at in calls.items() if at >= since_ns} for rank, calls in answers.items()}
-    if sum(len(calls) >= LEAST_CALLS for calls in recent.values()) < 2:
-        return None
+    if len(targets) < 2 or any(len(recent.get(target.rank, ())) < LEAST_CALLS for target in targets):
+        return None  # others can seem late because they wait for the rank that doesn't answer
+    members = Counter(group for calls in recent.values() for group in {group for group, _ in calls})
+    if not job.is_whole and 1 in members.values():
+        return None  # that rank waits for other nodes
     straggler = find_straggler(recent)
     if straggler is not None:
         return straggler.ranks

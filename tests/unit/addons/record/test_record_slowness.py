@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from safelaunch.addons.record.comparison import compare
 from safelaunch.addons.record.recording import RankRecord, Recording
-from safelaunch.addons.record.shares import activity_of
+from safelaunch.addons.record.shares import OWN_CODE, activity_of
 from safelaunch.addons.record.slowness import verdict_of
 from safelaunch.model import Frame
 from tests.unit.addons.record.recordings import (
@@ -215,7 +215,14 @@ def test_line_of_a_late_rank_is_the_one_that_differs_most() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "kind"), [("    work.wait()", "collective"), ("    time.sleep(1)", "script"), (None, "script")]
+    ("line", "kind"),
+    [
+        ("    work.wait()", "collective"),
+        ("    time.sleep(1)", "script"),
+        ("    os.wait()", "script"),
+        ("    augment(batch)  # before work.wait()", "script"),
+        (None, "script"),
+    ],
 )
 def test_users_line_that_waits_for_its_work_is_a_wait_for_peers(line: str | None, kind: str) -> None:
     assert activity_of([MODULE], read_line=lambda file, number: line).kind == kind
@@ -240,3 +247,9 @@ def test_ranks_that_wait_for_their_gpu_wait_for_a_late_rank_but_not_for_communic
     (finding,) = verdict_of(recording(rest, late, rest)).findings
     assert (finding.kind, finding.ranks) == ("late-rank", (1,))
     assert verdict_of(recording(rest, rest, rest)).findings == ()
+
+
+def test_hook_of_a_backward_pass_can_wait_for_peers() -> None:
+    hook = (Frame("/home/user/job/train.py", 9, "hook"), *reversed(BACKWARD))
+    assert activity_of(hook, (), lambda file, line: "    work.wait()").kind == "collective"
+    assert activity_of(hook, (), lambda file, line: "    scale(grad)").what == OWN_CODE
