@@ -140,8 +140,8 @@ def shrink(recording: Recording, fits: Callable[[Recording], bool]) -> Recording
     if fits(recording):
         return recording
     for most in (None, 200, 30):
-        ranks = [_shrink_rank(rank, most) for rank in recording.ranks]
-        smaller = merge([msgspec.structs.replace(recording, ranks=ranks)])
+        ranks = [_shrink_rank(rank, most, len(recording.stacks)) for rank in recording.ranks]
+        smaller = merge([msgspec.structs.replace(recording, ranks=ranks, stacks=[*recording.stacks, ()])])
         if fits(smaller):
             return _noted(smaller)
     ranks = [
@@ -154,13 +154,20 @@ def _noted(recording: Recording) -> Recording:
     return msgspec.structs.replace(recording, notes=[*recording.notes, "of many samples, the most frequent were kept"])
 
 
-def _shrink_rank(rank: RankRecord, most: int | None) -> RankRecord:
-    """Removes a rank's children and, if ``most`` is given, all but ``most`` stacks of its main threads."""
+def _shrink_rank(rank: RankRecord, most: int | None, rest: int) -> RankRecord:
+    """Removes a rank's children and, if ``most`` is given, all but ``most`` stacks of its main threads.
+
+    The stack ``rest`` gets their time: a rank with many rare stacks has no larger shares of the others.
+    """
+
+    def first(stacks: list[tuple[int, float]]) -> list[tuple[int, float]]:
+        rare_s = sum(seconds for _, seconds in stacks[most:]) if most is not None else 0.0
+        return [*stacks[:most], *([(rest, rare_s)] if rare_s else [])]
 
     def fewer(threads: list[ThreadRecord]) -> list[ThreadRecord]:
         return [
             msgspec.structs.replace(
-                thread, stacks=thread.stacks[:most], active=thread.active[:most], gil=thread.gil[:most]
+                thread, stacks=first(thread.stacks), active=first(thread.active), gil=first(thread.gil)
             )
             for thread in threads
             if thread.main or most is None

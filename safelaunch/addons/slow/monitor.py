@@ -256,7 +256,7 @@ class SlowMonitor:
         task, self._writing = self._writing, None
         verdict, published = task.result()
         say(f"{verdict.summary[0].lower()}{verdict.summary[1:]} The job continues.")
-        say(f"bundle: {published.shown}")
+        say(f"bundle: {published.shown}" + (f" ({published.problem})" if published.problem else ""))
         context = self._job.view.context
         ranks = ",".join(str(culprit.rank) for culprit in verdict.culprits)
         context.suspects.start({**variables(verdict, published.path, context.run_name), "SAFELAUNCH_RANKS": ranks})

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from safelaunch.addons.record.recording import Recording, decode, merge, shrink
 from safelaunch.addons.record.slowness import verdict_of
 from safelaunch.model.words import ranks_in
-from tests.unit.addons.record.recordings import AUGMENT, BACKWARD, FORWARD, recorded, recording
+from tests.unit.addons.record.recordings import ALL_REDUCE, AUGMENT, BACKWARD, FORWARD, MODULE, recorded, recording
 
 
 def test_recordings_of_several_nodes_are_merged() -> None:
@@ -30,6 +30,15 @@ def test_oversized_recording_loses_the_least_important_stacks() -> None:
     assert [len(one.stacks) for one in found] == sorted((len(one.stacks) for one in found), reverse=True)
     assert all(rank.missing for rank in found[-1].ranks)
     assert all(one.notes for one in found[1:])
+
+
+def test_loss_of_rare_stacks_does_not_change_the_shares_of_the_others() -> None:
+    lines = [(MODULE, replace(FORWARD[1], line=line)) for line in range(1000, 1200)]
+    ranks = [{ALL_REDUCE: 0.5, FORWARD: 0.5}, {ALL_REDUCE: 0.5, **dict.fromkeys(lines, 0.0025)}]
+    answers = iter([False, False, False, True])
+    smaller = shrink(recording(*ranks), lambda one: next(answers))
+    first, second = verdict_of(smaller).times
+    assert first.waits == pytest.approx(second.waits, abs=0.01) and len(smaller.stacks) < 40
 
 
 @pytest.mark.parametrize(
