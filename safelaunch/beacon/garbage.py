@@ -30,20 +30,27 @@ class _Meter:
         if now > self._until_s:
             self.end()
 
-    def end(self) -> None:
-        if self in gc.callbacks:
-            gc.callbacks.remove(self)
+    def end(self) -> bool:
+        """Returns False if it had ended before, or if the user's code removed it."""
+        at = next((at for at, callback in enumerate(gc.callbacks) if callback is self), None)
+        if at is not None:
+            del gc.callbacks[at]
+        return at is not None
 
 
 def answer(request: Any, response: Any) -> None:
     """Begins to measure. If a measurement is in progress, ends it and responds with its seconds."""
-    if _meters:
-        meter = _meters.pop()
-        meter.end()
-        content = f'{{"collecting_s": {meter.collecting_s:.6f}}}'
-    else:
-        meter, content = _Meter(), "{}"
-        gc.callbacks.append(meter)
-        _meters.append(meter)
+    content = "{}"
+    try:
+        if _meters:
+            meter = _meters.pop()
+            if meter.end():
+                content = f'{{"collecting_s": {meter.collecting_s:.6f}}}'
+        else:
+            meter = _Meter()
+            gc.callbacks.append(meter)
+            _meters.append(meter)
+    except Exception:  # the user's code has changed gc.callbacks; no error may reach C++
+        content = "{}"
     response.set_content(content.encode(), "application/json")
     response.set_status(200)

@@ -52,3 +52,23 @@ def test_measurement_without_an_end_ends_by_itself(callbacks: list[Any], monkeyp
     assert gc.callbacks != callbacks
     gc.collect()
     assert gc.callbacks == callbacks
+
+
+def test_callbacks_changed_by_the_users_code_are_unknown_time_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Strange:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError
+
+        def __call__(self, phase: str, info: dict[str, int]) -> None:
+            pass
+
+    ask()
+    gc.callbacks.insert(0, Strange())
+    assert "collecting_s" in ask()
+    ask()
+    gc.callbacks.clear()
+    assert ask() == {}
+    monkeypatch.setattr(gc, "callbacks", None)
+    assert (ask(), ask()) == ({}, {})

@@ -5,7 +5,7 @@ Each stack and frame has one number per recording. Seconds are sampled time, not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import msgspec
@@ -104,11 +104,16 @@ class StackNumbering:
 
 
 def merge(recordings: list[Recording]) -> Recording:
-    """Merges recordings of several nodes. The head comes from the first, and so does a rank that several contain."""
+    """Merges recordings of several nodes, without unused stacks.
+
+    The head comes from the first, and so does a rank that several contain.
+    """
     numbers = StackNumbering()
     ranks: dict[int, RankRecord] = {}
     for recording in recordings:
-        new = [numbers.of(tuple(recording.frames[number] for number in stack)) for stack in recording.stacks]
+        pairs = (pair for one in threads_of(recording) for pair in (*one.stacks, *one.active, *one.gil))
+        used = [(number, recording.stacks[number]) for number in sorted({number for number, _ in pairs})]
+        new = {number: numbers.of(tuple(recording.frames[frame] for frame in stack)) for number, stack in used}
         for rank in recording.ranks:
             ranks.setdefault(rank.rank, _renumbered(rank, new))
     return msgspec.structs.replace(
@@ -123,7 +128,7 @@ def merge(recordings: list[Recording]) -> Recording:
     )
 
 
-def _renumbered(rank: RankRecord, new: list[int]) -> RankRecord:
+def _renumbered(rank: RankRecord, new: Mapping[int, int]) -> RankRecord:
     def renumbered(thread: ThreadRecord) -> ThreadRecord:
         return msgspec.structs.replace(
             thread,
