@@ -37,7 +37,11 @@ def main() -> int:
     print(f"{'job':<30}{'seconds':>8}{'slower':>8}  result", flush=True)
     one = partial(_run, how=how, keep=words.keep, starting=threading.Lock())
     with ThreadPoolExecutor(words.jobs) as pool:
-        answers = list(pool.map(one, [case for case in cases if not case.alone]))
+        try:
+            answers = list(pool.map(one, [case for case in cases if not case.alone]))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     answers += [one(case) for case in cases if case.alone]
     if words.record is not None:
         words.record.write_text(json.dumps([answer.as_json() for answer in answers], indent=1) + "\n")
