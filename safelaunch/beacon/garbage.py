@@ -42,15 +42,14 @@ def answer(request: Any, response: Any) -> None:
     """Begins to measure. If a measurement is in progress, ends it and responds with its seconds."""
     content = "{}"
     try:
-        if _meters:
-            meter = _meters.pop()
-            if meter.end():
-                content = f'{{"collecting_s": {meter.collecting_s:.6f}}}'
+        meter = _meters.pop() if _meters else None
+        if meter is not None and meter.end():
+            content = f'{{"collecting_s": {meter.collecting_s:.6f}}}'
         else:
             meter = _Meter()
             gc.callbacks.append(meter)
             _meters.append(meter)
-    except Exception:  # the user's code has changed gc.callbacks; no error may reach C++
+    except Exception:  # the user's code has changed gc.callbacks, and an error must not reach C++
         content = "{}"
     response.set_content(content.encode(), "application/json")
     response.set_status(200)

@@ -52,6 +52,7 @@ def test_measurement_without_an_end_ends_by_itself(callbacks: list[Any], monkeyp
     assert gc.callbacks != callbacks
     gc.collect()
     assert gc.callbacks == callbacks
+    assert ask() == {} and gc.callbacks != callbacks  # the next measurement
 
 
 def test_callbacks_changed_by_the_users_code_are_unknown_time_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

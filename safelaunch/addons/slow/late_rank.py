@@ -99,8 +99,8 @@ def _have_busy_gpus(examinations: Sequence[Examination], ranks: Sequence[int], l
 
 def needs_another(examinations: Sequence[Examination]) -> bool:
     """Returns whether a single examination names ranks without a second witness."""
-    (first, *more) = examinations
-    return not more and _lacks_witness(first, named(first, times_of(first.recording)))
+    first = examinations[0]
+    return len(examinations) == 1 and _lacks_witness(first, named(first, times_of(first.recording)))
 
 
 def _lacks_witness(examination: Examination, ranks: Sequence[int] | None) -> bool:

@@ -52,16 +52,12 @@ def connections_of(pids: Collection[int]) -> dict[int, dict[int, TcpConnection]]
 def busy_connections(
     before: Mapping[int, TcpConnection], after: Mapping[int, TcpConnection], seconds: float
 ) -> list[BusyConnection]:
-    made = [
-        BusyConnection(
-            now.local,
-            now.remote,
-            round(min(1.0, max(0.0, (now.busy_s - was.busy_s) / seconds)), 4),
-            max(0, now.sent_bytes - was.sent_bytes),
-        )
-        for inode, now in after.items()
-        if (was := before.get(inode)) is not None and (was.local, was.remote) == (now.local, now.remote)
-    ]
+    made = []
+    for inode, now in after.items():
+        was = before.get(inode)
+        if was is not None and (was.local, was.remote) == (now.local, now.remote):
+            busy = round(min(1.0, max(0.0, (now.busy_s - was.busy_s) / seconds)), 4)
+            made.append(BusyConnection(now.local, now.remote, busy, max(0, now.sent_bytes - was.sent_bytes)))
     return sorted(made, key=lambda each: -each.busy)[:MOST_CONNECTIONS]
 
 

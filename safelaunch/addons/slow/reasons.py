@@ -73,7 +73,8 @@ def reason_of(
     shares = {each.rank: _with_samples(each, times) for each in readings}
     gpus = [each.gpu for each in others if each.gpu is not None and each.gpu.sm_clock_mhz]
     if own.gpu is not None and len(gpus) == len(others) and _is_held_down(own.gpu, gpus):
-        shares[rank]["gpu-clock"] = max(0.0, 1.0 - _clock_mhz(own.gpu) / min(map(_clock_mhz, gpus)))
+        clock_mhz, *others_mhz = (gpu.sm_clock_mhz or 0.0 for gpu in (own.gpu, *gpus))
+        shares[rank]["gpu-clock"] = max(0.0, 1.0 - clock_mhz / min(others_mhz))
         for each in others:
             shares[each.rank]["gpu-clock"] = 0.0
     found: list[SlowReason] = []
@@ -95,10 +96,6 @@ def _is_held_down(gpu: Gpu, others: Sequence[Gpu]) -> bool:
         return False
     others_w = [other.power_limit_w or 0.0 for other in others]
     return limits != {"sw_power_cap"} or (gpu.power_limit_w is not None and gpu.power_limit_w < min(others_w))
-
-
-def _clock_mhz(gpu: Gpu) -> float:
-    return gpu.sm_clock_mhz or 0.0
 
 
 def _with_samples(readings: RankReadings, times: Sequence[RankTime]) -> dict[str, float]:
