@@ -21,7 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BUNDLE = re.compile(r".+-(?P<time>\d{8}T\d{6}Z)-(?:hang|suspect|crash|dump|slow)(?:-(?P<number>\d{1,3}))?")
+BUNDLE = re.compile(r".+-(?P<time>\d{8}T\d{6}Z)-(?P<outcome>hang|suspect|crash|dump|slow)(?:-(?P<number>\d{1,3}))?")
 STALE_S = 24 * 3600
 REPLACED = "another user who may write there has replaced the bundle"
 WHOLE = ("verdict.json", "manifest.json")
@@ -284,14 +284,23 @@ def _report(what: str, work: "Callable[[], None]") -> None:
 
 
 def _remove_old(keep: int, just_written: str) -> None:
-    """Removes all but the ``keep`` newest bundles of this user, but never the new one or the target of ``LATEST``."""
+    """Removes all but the ``keep`` newest bundles of this user, but never the new one or the target of ``LATEST``.
+
+    Bundles of slow ranks and all others are counted separately: a slow rank must not cost the evidence of a hang.
+    """
     names = sorted((name for name in os.listdir(".") if _is_bundle(name)), key=_age)
+    names = [name for name in names if _is_slow(name) == _is_slow(just_written)]
     spared = {just_written}
     if os.path.islink(LATEST):
         spared.add(os.path.basename(os.readlink(LATEST)))
     for name in names[: max(0, len(names) - keep)]:
         if name not in spared:
             _remove(name)
+
+
+def _is_slow(name: str) -> bool:
+    match = BUNDLE.fullmatch(name)
+    return match is not None and match["outcome"] == "slow"
 
 
 def _is_bundle(name: str) -> bool:

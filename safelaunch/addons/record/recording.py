@@ -78,12 +78,13 @@ def decode(data: bytes) -> Recording:
 
 
 def check(recording: Recording) -> None:
-    """Raises msgspec.ValidationError if the number of a frame or stack is out of range."""
+    """Raises msgspec.ValidationError if the number of a frame or stack, the rate or the duration is out of range."""
     frames, stacks = len(recording.frames), len(recording.stacks)
     whole = all(0 <= number < frames for stack in recording.stacks for number in stack)
     for thread in threads_of(recording):
         pairs = (*thread.stacks, *thread.active, *thread.gil)
         whole = whole and all(0 <= stack < stacks for stack, _ in pairs)
+    whole = whole and all(0.0 <= value < 1e9 for value in (recording.rate_hz, recording.duration_s))  # also not NaN
     if not whole:
         raise msgspec.ValidationError("a recording whose numbers lead nowhere")
 

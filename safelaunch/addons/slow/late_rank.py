@@ -18,6 +18,7 @@ from safelaunch.addons.slow.reasons import SlowReason, reason_of
 from safelaunch.addons.slow.service import Examination
 from safelaunch.model import Frame, rank_words
 from safelaunch.stacks.frames import place
+from safelaunch.verdict.phrases import capital
 
 NOTICEABLE = 0.05  # share of the others' time at a line, for the durations to be compared
 MORE = "more work, or a slower device"
@@ -63,7 +64,7 @@ class SlowRanks:
     @property
     def why(self) -> str:
         if self.reason is not None:
-            return f": {self.reason.words}"
+            return f". {capital(self.reason.words)}"
         if self.frame is None:
             return f": {MORE}"
         if self.spent_by_others < NOTICEABLE or self.spent > MOST_TIMES * self.spent_by_others:

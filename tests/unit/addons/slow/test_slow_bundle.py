@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+from dataclasses import replace as _replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +18,7 @@ from safelaunch.addons.slow.readings import RankReadings
 from safelaunch.addons.slow.reasons import SlowReason
 from safelaunch.addons.slow.service import Examination
 from safelaunch.addons.slow.step_times import Onset
+from safelaunch.bundle.publication import Retention
 from safelaunch.cli import diagnose
 from safelaunch.job.paths import Unfinished
 from safelaunch.model import Frame
@@ -70,7 +72,7 @@ def test_bundle_is_private_complete_and_names_rank_line_onset_cost_and_reason(tm
     slow = document["slow"]
     assert (slow["step"], slow["before_s"], slow["now_s"], slow["lost"]) == (4310, 0.48, 0.61, 0.5)
     assert (slow["reason"], slow["explains"]) == ("cpu-queue", 0.4)
-    assert verdict.summary.endswith("it waited 40% of the time for a CPU.")
+    assert verdict.summary.endswith("It waited 40% of the time for a CPU.")
     assert [claim.claim for claim in verdict.evidence][2:] == ["rank 1: errors of its GPU: pcie replays +31"]
     assert json.loads((published.path / "manifest.json").read_text())["job"]["outcome"] == "slow"
     assert verdict.summary in (published.path / "report.md").read_text().replace("\n", " ")
@@ -135,3 +137,16 @@ def test_times_of_long_steps_and_short_collectives_are_readable() -> None:
     assert [seconds(value) for value in (2e-5, 0.0123, 0.61, 999.7, 1234.5)] == [
         *("20 µs", "0.0123 s", "0.61 s", "1,000 s", "1,234 s"),
     ]
+
+
+def test_bundle_of_a_slow_rank_costs_no_other_bundle_its_place(tmp_path: Path) -> None:
+    view = job(tmp_path)
+    view = cast("JobView", SimpleNamespace(watch=view.watch, context=_replace(view.context, keeping=Retention(1))))
+    hang = tmp_path / "bundles" / "pretrain-20200101T000000Z-hang"
+    hang.mkdir(parents=True)
+    for name in ("verdict.json", "manifest.json"):
+        (hang / name).write_text("{}")
+    _, first = write_bundle(found(), view)
+    (tmp_path / "bundles" / "latest").unlink()
+    _, second = write_bundle(found(), view)
+    assert hang.is_dir() and second.path.is_dir() and not first.path.exists()
