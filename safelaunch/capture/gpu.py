@@ -110,6 +110,11 @@ def _answer(nvml: Any, lost: list[str], function: Callable[[], Any]) -> Any:
         return None
 
 
+def _ecc_errors(nvml: Any, handle: Any, kind: str) -> int:
+    kind = getattr(nvml, f"NVML_MEMORY_ERROR_TYPE_{kind}")
+    return int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, nvml.NVML_VOLATILE_ECC))
+
+
 def _gpu(nvml: Any, index: int) -> Gpu:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -118,7 +123,6 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 
     lost: list[str] = []
     answer = partial(_answer, nvml, lost)
-    corrected, uncorrected = nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
     memory = answer(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     rates = answer(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
     remapped = answer(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
@@ -137,10 +141,8 @@ def _gpu(nvml: Any, index: int) -> Gpu:
         memory_clock_mhz=answer(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)),
         power_limit_w=answer(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000),
         clocks_event_reasons=answer(lambda: _clocks_event_reasons(nvml, handle)),
-        ecc_errors=answer(lambda: nvml.nvmlDeviceGetTotalEccErrors(handle, uncorrected, nvml.NVML_VOLATILE_ECC)),
-        corrected_ecc_errors=answer(
-            lambda: nvml.nvmlDeviceGetTotalEccErrors(handle, corrected, nvml.NVML_VOLATILE_ECC)
-        ),
+        ecc_errors=answer(lambda: _ecc_errors(nvml, handle, "UNCORRECTED")),
+        corrected_ecc_errors=answer(lambda: _ecc_errors(nvml, handle, "CORRECTED")),
         row_remap_pending=bool(remapped[2]) if remapped else None,
         row_remap_failed=bool(remapped[3]) if remapped else None,
         pcie_replays=answer(lambda: nvml.nvmlDeviceGetPcieReplayCounter(handle)),
