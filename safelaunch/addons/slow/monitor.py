@@ -7,9 +7,7 @@ after the start, because a rank can be slow from the first step on. On several n
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from safelaunch.addons.slow.step_times import Onset, StepTimes
@@ -80,8 +78,7 @@ class SlowMonitor:
         self._times, self._unit = StepTimes(), "step"
         self._first_s = 0.0
         self._counted_s = 0.0  # until then, it is known how much time was lost
-        self._due = _times_of_checks()
-        self._next_s = next(self._due)
+        self._next_s = CHECKS_S[0]
         self._check: _Inquiry | None = None
         self._slow: _SlowTime | None = None
         self._tries, self._retry_s, self._refusals = 0, 0.0, 0
@@ -169,8 +166,7 @@ class SlowMonitor:
     def _is_due(self, now: float) -> bool:
         if not self._first_s or now < self._first_s + self._next_s:
             return False
-        while now >= self._first_s + self._next_s:  # a node that begins to lead has skipped some
-            self._next_s = next(self._due)
+        self._next_s = _next_check_s(now - self._first_s)
         return True
 
     # --- examinations -------------------------------------------------------------------------------------------------
@@ -202,7 +198,6 @@ class SlowMonitor:
         if check.onset is not None:
             self._tries, self._retry_s = self._tries - 1, now + wait_s
         else:
-            self._due = chain([self._next_s], self._due)
             self._next_s = now - self._first_s + wait_s
 
     def _judge(self, check: _Inquiry) -> None:
@@ -293,9 +288,8 @@ def _pauses(examination: Examination, pace_s: float) -> bool:
     return bool(steps) and max(steps) * pace_s < PAUSES * examination.recording.elapsed_s
 
 
-def _times_of_checks() -> Iterator[float]:
-    yield from CHECKS_S
-    at_s = CHECKS_S[-1]
-    while True:
-        at_s += CHECK_AGAIN_S
-        yield at_s
+def _next_check_s(passed_s: float) -> float:
+    # seconds since the first step
+    last_s = CHECKS_S[-1]
+    later_s = last_s + CHECK_AGAIN_S * ((passed_s - last_s) // CHECK_AGAIN_S + 1)
+    return next((check_s for check_s in CHECKS_S if check_s > passed_s), later_s)

@@ -228,3 +228,11 @@ def test_rank_is_not_late_if_all_wait_for_its_evaluation(
     job.seen, job.answers = Examination(recorded, late={"": [[1], [1]]}), [SLOW]
     job.run(200, 0.2)
     assert bool(said(capfd)) == is_said
+
+
+@pytest.mark.parametrize(
+    ("passed_s", "due_s"),
+    [(0.0, 30.0), (30.0, 120.0), (119.0, 120.0), (120.0, 720.0), (725.0, 1320.0), (36e3, 36120.0)],
+)
+def test_checks_come_after_30_s_120_s_and_then_every_ten_minutes(passed_s: float, due_s: float) -> None:
+    assert monitor._next_check_s(passed_s) == due_s
