@@ -39,7 +39,6 @@ class Stat:
     wait_status: int = 0  # of a zombie, as waitpid would return it; 0 for another user's process
     faults: int = 0  # minor and major
     major_faults: int = 0
-    last_cpu: int = -1  # on which it runs or ran
 
 
 def parse(text: str) -> Stat:
@@ -63,7 +62,6 @@ def parse(text: str) -> Stat:
         status,
         faults,
         int(fields[9]),
-        int(fields[36]) if len(fields) > 36 else -1,
     )
 
 

@@ -33,6 +33,11 @@ class OddGpu:
     activity: GpuActivity
     spinning: tuple[int, ...]
 
+    @property
+    def does(self) -> str:
+        does = "is idle" if self.activity == "idle" else "computes"
+        return f"{does}, while the GPUs of {ranks_word(self.spinning)} spin"
+
 
 def activity_of(reading: Gpu, usual: Gpu | None = None) -> GpuActivity:
     """Returns what a reading shows. A GPU that is as idle while the job makes steps takes no part."""
@@ -96,10 +101,7 @@ def gpu_differs(facts: CaseFacts) -> Ruling:
     odd = _odd_gpu(facts, gpus) if not broken else None
     if odd is None:
         return ""
-    does = "is idle" if odd.activity == "idle" else "computes"
-    return _blamed(
-        facts, "gpu-kernel", odd.rank, f"its GPU {does}, while {_gpus_spin(odd.spinning)}", odd.spinning, gpus
-    )
+    return _blamed(facts, "gpu-kernel", odd.rank, f"its GPU {odd.does}", odd.spinning, gpus)
 
 
 def gpu_apart(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
@@ -108,9 +110,8 @@ def gpu_apart(facts: CaseFacts, finding: Finding) -> Iterator[Annotation]:
     gpus = _own_gpus(facts) if len(at_fault) > 1 and not facts.gone else {}
     odd = _odd_gpu(facts, gpus)
     if odd is not None and odd.rank in at_fault:
-        does = "is idle" if odd.activity == "idle" else "computes"
         yield Annotation(
-            f"Only the GPU of rank {odd.rank} {does}, while {_gpus_spin(odd.spinning)}.",
+            f"Only the GPU of rank {odd.rank} {odd.does}.",
             (_claim(gpus[odd.rank], f"rank {odd.rank}: "),),
         )
 
@@ -194,10 +195,6 @@ def _error_of(rank: RankEvidence, gpu: GpuUse | None) -> str:
         return "its GPU has new uncorrected memory errors"
     failed = last.row_remap_failed and before.row_remap_failed is False
     return "its GPU has no spare row left for a bad one in its memory" if failed else ""
-
-
-def _gpus_spin(ranks: Sequence[int]) -> str:
-    return f"the GPUs of {ranks_word(ranks)} spin"
 
 
 def _claim(gpu: GpuUse, whose: str = "") -> Claim:

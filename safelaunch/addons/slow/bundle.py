@@ -28,6 +28,7 @@ from safelaunch.model import (
 )
 from safelaunch.stacks.frames import place
 from safelaunch.supervise.respond import JobView
+from safelaunch.verdict.phrases import capital
 
 CAUSE = "late-rank"
 
@@ -48,7 +49,7 @@ class FoundSlow:
 
 def verdict(found: FoundSlow, job: JobView) -> Verdict:
     slow, recording = found.slow, found.examination.recording
-    claims = [Claim(f"{slow.waits[0].upper()}{slow.waits[1:]}", "recording.json")]
+    claims = [Claim(capital(slow.waits), "recording.json")]
     if slow.reason is not None:
         claims.append(Claim(f"{rank_words(slow.ranks)}: {slow.reason.words}", "readings.json"))
     for readings in found.examination.readings:
@@ -124,7 +125,7 @@ def headline(found: FoundSlow) -> str:
     onset, unit = found.onset, found.unit
     words = found.slow.words
     if onset is None:
-        return f"{words[0].upper()}{words[1:]}"
+        return capital(words)
     clock = time.strftime("%H:%M", time.localtime(found.onset_unix_s))
     times = f"{seconds(onset.before_s)} -> {seconds(found.now_s)} a {unit}"
     return f"Slower since {unit} {onset.step:,} ({clock}): {times}; {words}"

@@ -28,14 +28,6 @@ class StepWindow:
     step_s: float
     """median duration of a step"""
 
-    @property
-    def first_step(self) -> int:
-        return self.points[0][1]
-
-    @property
-    def begin_s(self) -> float:
-        return self.points[0][0]
-
 
 @dataclass(frozen=True, slots=True)
 class Onset:
